@@ -1,0 +1,75 @@
+"""Dense Qwen3 target: embedding, decoder layers, final norm, head, feature taps."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from ddtree_jax.config import TargetConfig
+from ddtree_jax.models.layers import Attend, DecoderLayer, RMSNorm, fan_in_normal, rope_tables
+
+
+class TargetRows(NamedTuple):
+    """What one pass over R rows gives.
+
+    hidden: after the final norm, the head's input. features: outputs of the tapped layers,
+    concatenated in tap order. keys, values: the new cache rows, one entry a layer.
+    """
+
+    hidden: Float[Array, "B R D"]
+    features: Float[Array, "B R CD"]
+    keys: tuple[Float[Array, "B R K H"], ...]
+    values: tuple[Float[Array, "B R K H"], ...]
+
+
+class Qwen3(nnx.Module):
+    """Qwen3ForCausalLM. Source: transformers `modeling_qwen3`, in our own equations."""
+
+    def __init__(self, config: TargetConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.config = config
+        shape = (config.vocab_size, config.hidden_size)
+        self.embedding = nnx.Param(
+            (0.02 * nnx.initializers.normal(1.0)(rngs.params(), shape)).astype(dtype)
+        )
+        self.layers = nnx.List(
+            DecoderLayer(config, dtype=dtype, init=fan_in_normal, rngs=rngs)
+            for _ in range(config.num_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
+        if not config.tie_embeddings:
+            self.head = nnx.Param(fan_in_normal(rngs.params(), shape[::-1], dtype))
+
+    def embed(self, tokens: Int[Array, "B R"]) -> Float[Array, "B R D"]:
+        return self.embedding[...][tokens]
+
+    def logits(self, hidden: Float[Array, "B R D"]) -> Float[Array, "B R V"]:
+        """float32 logits of rows after the final norm (the target's or the drafter's)."""
+        if self.config.tie_embeddings:
+            subscripts, kernel = "brd,vd->brv", self.embedding[...]
+        else:
+            subscripts, kernel = "brd,dv->brv", self.head[...]
+        return jnp.einsum(subscripts, hidden, kernel, preferred_element_type=jnp.float32)
+
+    def __call__(
+        self,
+        tokens: Int[Array, "B R"],
+        positions: Int[Array, "B R"],
+        attend: Attend,
+        tap_layers: tuple[int, ...] = (),
+    ) -> TargetRows:
+        """Runs R rows; `attend` decides what each sees. Without taps `features` has size 0."""
+        x = self.embed(tokens)
+        cos, sin = rope_tables(self.config.rope, self.config.head_dim, positions, x.dtype)
+        taps, keys, values = {}, [], []
+        for index, layer in enumerate(self.layers):
+            x, key, value = layer(index, x, cos, sin, attend)
+            keys.append(key)
+            values.append(value)
+            if index in tap_layers:
+                taps[index] = x
+        features = [taps[index] for index in tap_layers] or [x[..., :0]]
+        return TargetRows(
+            self.norm(x), jnp.concatenate(features, axis=-1), tuple(keys), tuple(values)
+        )

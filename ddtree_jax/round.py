@@ -1,0 +1,195 @@
+"""One round, and the program that runs several of them in a dispatch without the host.
+
+draft -> build -> verify -> accept -> commit
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from ddtree_jax.config import DraftConfig
+from ddtree_jax.errors import require
+from ddtree_jax.models.dflash import DFlash
+from ddtree_jax.models.qwen3 import Qwen3
+from ddtree_jax.params import Leaves, Structure
+from ddtree_jax.sampling import SamplingMode
+from ddtree_jax.stages.accept import accept
+from ddtree_jax.stages.build import build
+from ddtree_jax.stages.commit import Emitted, commit
+from ddtree_jax.stages.draft import draft
+from ddtree_jax.stages.verify import verify
+from ddtree_jax.state import DecodeState
+from ddtree_jax.tree import root_only
+
+Method = Literal["autoregressive", "dflash", "ddtree"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundPlan:
+    """Static shape of a round.
+
+    budget: nodes below the root; 0 is autoregressive decoding and runs no drafter.
+    max_depth: J, the longest path. candidate_count: M, candidates a depth; 1 is the chain.
+    spine: the top-1 chain enters the tree before any other node.
+    implementation: of the kernels; None chooses by device.
+    """
+
+    budget: int
+    max_depth: int
+    candidate_count: int
+    spine: bool
+    implementation: str | None = None
+
+    @classmethod
+    def of(
+        cls,
+        method: Method,
+        draft: DraftConfig | None,
+        *,
+        budget: int,
+        candidates: int | None = None,
+        spine: bool,
+        implementation: str | None = None,
+    ) -> "RoundPlan":
+        """The plan of a method; `candidates` None considers every token the tree could hold."""
+        if method == "autoregressive" or (method == "ddtree" and budget == 0):
+            shape = {"budget": 0, "max_depth": 0, "candidate_count": 0}
+        else:
+            require(draft is not None, f"`method` {method!r} needs a drafter: give `draft`")
+            depth = draft.depth_count
+            if method == "dflash":
+                shape = {"budget": depth, "max_depth": depth, "candidate_count": 1}
+            else:
+                count = min(candidates or budget, budget, draft.vocab_size)
+                shape = {"budget": budget, "max_depth": depth, "candidate_count": count}
+        return cls(**shape, spine=spine, implementation=implementation)
+
+    @property
+    def drafts(self) -> bool:
+        return self.budget > 0
+
+    @property
+    def width(self) -> int:
+        """Most tokens that a round emits."""
+        return self.max_depth + 1
+
+
+def run_round(
+    target: Qwen3,
+    drafter: DFlash | None,
+    state: DecodeState,
+    *,
+    plan: RoundPlan,
+    mode: SamplingMode,
+) -> tuple[DecodeState, Emitted]:
+    """One round of every active slot."""
+    kernels = {"implementation": plan.implementation}
+    # A slot that does not run sees no prefix, so it costs no attention over its old one.
+    lengths = jnp.where(state.active, state.lengths, 0)
+    tree, tap_layers = root_only(state.root), ()
+    if plan.drafts:
+        tap_layers = drafter.config.tap_layers
+        pending = state.pending._replace(count=jnp.where(state.active, state.pending.count, 0))
+        candidates, draft_cache = draft(
+            target,
+            drafter,
+            state.draft,
+            pending,
+            state.root,
+            lengths,
+            candidate_count=plan.candidate_count,
+            **kernels,
+        )
+        state = state._replace(draft=draft_cache)
+        tree = build(*candidates, state.root, budget=plan.budget, spine=plan.spine, **kernels)
+    verified = verify(
+        target,
+        state.target,
+        tree,
+        lengths,
+        tap_layers=tap_layers,
+        max_depth=plan.max_depth,
+        **kernels,
+    )
+    path = accept(
+        verified.logits,
+        tree,
+        lengths,
+        state.requests,
+        max_depth=plan.max_depth,
+        mode=mode,
+        **kernels,
+    )
+    return commit(state, tree, verified.rows, path)
+
+
+class Report(NamedTuple):
+    """What the rounds of one dispatch emitted, on the host (numpy), for slot b and round n."""
+
+    active: np.ndarray  # bool [B]: the slot goes on
+    count: np.ndarray  # int32 [B, N]: tokens emitted
+    accepted: np.ndarray  # int32 [B, N]: root and accepted nodes; 0 where the slot did not run
+    token: np.ndarray  # int32 [B, N, R]
+
+
+def _record(
+    packed: Int[Array, "B X"], emitted: Emitted, index: Int[Array, ""], rounds: int
+) -> Int[Array, "B X"]:
+    width = emitted.token.shape[1]
+    update = jax.lax.dynamic_update_slice
+    packed = update(packed, emitted.count[:, None], (0, 1 + index))
+    packed = update(packed, emitted.accepted[:, None], (0, 1 + rounds + index))
+    return update(packed, emitted.token, (0, 1 + 2 * rounds + width * index))
+
+
+def unpack_report(packed: Int[Array, "B X"], rounds: int) -> Report:
+    """Reads a dispatch's packed report: the one transfer to the host."""
+    packed = np.asarray(packed)
+    _, count, accepted, token = np.split(packed, [1, 1 + rounds, 1 + 2 * rounds], axis=1)
+    return Report(packed[:, 0] == 1, count, accepted, token.reshape(*count.shape, -1))
+
+
+DecodeProgram = Callable[[Leaves, Leaves, DecodeState], tuple[DecodeState, Int[Array, "B X"]]]
+
+
+def make_decode(
+    target: Structure[Qwen3],
+    drafter: Structure[DFlash] | None,
+    *,
+    plan: RoundPlan,
+    mode: SamplingMode,
+    rounds: int,
+) -> DecodeProgram:
+    """A jitted program of up to `rounds` rounds; the state is donated.
+
+    The loop leaves early when no slot is active; the host reads nothing inside. The second
+    result packs all of the report into one array: [active, counts, accepted, tokens] a slot.
+    """
+
+    @partial(jax.jit, donate_argnums=(2,))
+    def decode(target_leaves: Leaves, draft_leaves: Leaves, state: DecodeState):
+        target_model = target.merge(target_leaves)
+        draft_model = drafter.merge(draft_leaves) if plan.drafts else None
+        slots = state.root.shape[0]
+
+        def more(carry):
+            index, state, _ = carry
+            return (index < rounds) & jnp.any(state.active)
+
+        def step(carry):
+            index, state, packed = carry
+            state, emitted = run_round(target_model, draft_model, state, plan=plan, mode=mode)
+            return index + 1, state, _record(packed, emitted, index, rounds)
+
+        packed = jnp.zeros((slots, 1 + rounds * (2 + plan.width)), jnp.int32)
+        carry = (jnp.int32(0), state, packed)
+        _, state, packed = jax.lax.while_loop(more, step, carry)
+        return state, packed.at[:, 0].set(state.active.astype(jnp.int32))
+
+    return decode

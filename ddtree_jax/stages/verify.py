@@ -1,0 +1,52 @@
+"""Verify: the target scores every node of the tree in one forward pass."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from ddtree_jax.cache import KVCache
+from ddtree_jax.models.qwen3 import Qwen3, TargetRows
+from ddtree_jax.tree import Tree, ancestor_mask
+from pallas_kernels import tree_attention
+
+
+class Verified(NamedTuple):
+    """logits after each node, and the rows that the accepted nodes will add to the caches."""
+
+    logits: Float[Array, "B T V"]
+    rows: TargetRows
+
+
+def verify(
+    target: Qwen3,
+    cache: KVCache,
+    tree: Tree,
+    lengths: Int[Array, " B"],
+    *,
+    tap_layers: tuple[int, ...],
+    max_depth: int,
+    implementation: str | None,
+) -> Verified:
+    """Every node sees the committed prefix, its ancestors and itself, at position length + depth.
+
+    Padding nodes run at depth 0 and nothing sees them. The cache is only read.
+    """
+    visible = ancestor_mask(tree, max_depth)
+
+    def attend(layer: int, query: Array, key: Array, value: Array) -> Array:
+        return tree_attention(
+            query,
+            cache.keys[layer],
+            cache.values[layer],
+            key,
+            value,
+            lengths,
+            visible,
+            scale=target.config.head_dim**-0.5,
+            implementation=implementation,
+        )
+
+    token = jnp.maximum(tree.token, 0)
+    rows = target(token, lengths[:, None] + tree.depth, attend, tap_layers)
+    return Verified(target.logits(rows.hidden), rows)

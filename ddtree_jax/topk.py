@@ -1,0 +1,70 @@
+"""Selection over a vocabulary without sorting it."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, UInt
+
+_GROUP = 128
+
+
+def top_k(x: Float[Array, "B R V"], k: int) -> tuple[Float[Array, "B R k"], Int[Array, "B R k"]]:
+    """The k largest entries of each row, descending, ties to the lowest index.
+
+    The k largest lie in the k groups of 128 with the largest maxima, so only those are sorted:
+    `lax.top_k` over 151,936 columns sorts them all on a GPU once k exceeds 16.
+    """
+    *batch, size = x.shape
+    if size <= 2 * _GROUP * k:
+        return tuple(jax.lax.top_k(x, k))
+    count = -(-size // _GROUP)
+    padded = jnp.pad(
+        x, [(0, 0)] * len(batch) + [(0, count * _GROUP - size)], constant_values=-jnp.inf
+    )
+    groups = padded.reshape(*batch, count, _GROUP)
+    _, best = jax.lax.top_k(jnp.max(groups, axis=-1), k)
+    best = jnp.sort(best, axis=-1)  # column order, so that ties still go to the lowest index
+    near = jnp.take_along_axis(groups, best[..., None], axis=-2)
+    value, place = jax.lax.top_k(near.reshape(*batch, k * _GROUP), k)
+    group = jnp.take_along_axis(best, place // _GROUP, axis=-1)
+    return value, group * _GROUP + place % _GROUP
+
+
+def _ordered_bits(x: Float[Array, "*shape"]) -> UInt[Array, "*shape"]:
+    """uint32 keys that compare as the float32 values do."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    negative = bits >> 31 == 1
+    return jnp.where(negative, ~bits, bits | jnp.uint32(1 << 31))
+
+
+def _largest_threshold(
+    keys: UInt[Array, "B T V"], weight: Float[Array, "B T V"], least: Float[Array, "B T"]
+) -> UInt[Array, "B T"]:
+    """Largest key t with sum of weight over {keys >= t} >= least, by bisection over its bits."""
+    threshold = jnp.zeros(keys.shape[:-1], jnp.uint32)
+    for bit in range(31, -1, -1):
+        higher = threshold | jnp.uint32(1 << bit)
+        mass = jnp.sum(jnp.where(keys >= higher[..., None], weight, 0.0), axis=-1)
+        threshold = jnp.where(mass >= least, higher, threshold)
+    return threshold
+
+
+def keep_top(
+    logits: Float[Array, "B T V"], top_k: Int[Array, " B"], top_p: Float[Array, " B"]
+) -> Bool[Array, "B T V"]:
+    """Tokens that survive top-k and then top-p (nucleus, arXiv 1904.09751) of the remainder.
+
+    top_k 0 and top_p 1 keep all. Equal logits are kept or dropped together, so the result does
+    not depend on their order. Exact: 32 steps of bisection each, no sort.
+    """
+    keys = _ordered_bits(logits)
+    size = logits.shape[-1]
+    wanted_count = jnp.where(top_k > 0, jnp.minimum(top_k, size), size).astype(jnp.float32)
+    wanted_count = jnp.broadcast_to(wanted_count[:, None], logits.shape[:-1])
+    by_count = _largest_threshold(keys, jnp.ones_like(logits), wanted_count)
+    kept = keys >= by_count[..., None]
+    weight = jnp.where(kept, jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True)), 0.0)
+    wanted_mass = top_p[:, None] * jnp.sum(weight, axis=-1)
+    by_mass = _largest_threshold(keys, weight, wanted_mass)
+    # top_p = 1 must keep all, whatever the rounding of the two sums.
+    by_mass = jnp.where(top_p[:, None] < 1.0, by_mass, jnp.uint32(0))
+    return kept & (keys >= by_mass[..., None])
