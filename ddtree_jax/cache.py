@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 Layers = tuple[Float[Array, "B S K H"], ...]
+Rows = tuple[Float[Array, "A R K H"], ...]
 
 
 class KVCache(NamedTuple):
@@ -38,15 +39,32 @@ def row_index(
     return jnp.where(offset < count[:, None], start[:, None] + offset, rows)
 
 
+def write_layer(
+    layer: Float[Array, "B S K H"],
+    rows: Float[Array, "A R K H"],
+    index: Int[Array, "A R"],
+    slot: Int[Array, " A"] | None = None,
+) -> Float[Array, "B S K H"]:
+    """Writes rows[a, r] to layer[slot[a], index[a, r]]; indices past the end are dropped.
+
+    slot None: entry a is slot a.
+    """
+    if slot is None:
+        slot = jnp.arange(rows.shape[0], dtype=jnp.int32)
+    return layer.at[slot[:, None], index].set(rows, mode="drop")
+
+
 def write_rows(
-    cache: KVCache, keys: Layers, values: Layers, slot: Int[Array, " B"], index: Int[Array, "B R"]
+    cache: KVCache,
+    keys: Rows,
+    values: Rows,
+    index: Int[Array, "A R"],
+    slot: Int[Array, " A"] | None = None,
 ) -> KVCache:
-    """Writes row r of entry b to cache[slot[b], index[b, r]]; indices past the end are dropped."""
+    """`write_layer` for every layer."""
 
-    def write(layer: Array, rows: Array) -> Array:
-        return layer.at[slot[:, None], index].set(rows, mode="drop")
+    def write(layers: Layers, rows: Rows) -> Layers:
+        pairs = zip(layers, rows, strict=True)
+        return tuple(write_layer(layer, new, index, slot) for layer, new in pairs)
 
-    return KVCache(
-        tuple(write(layer, rows) for layer, rows in zip(cache.keys, keys, strict=True)),
-        tuple(write(layer, rows) for layer, rows in zip(cache.values, values, strict=True)),
-    )
+    return KVCache(write(cache.keys, keys), write(cache.values, values))

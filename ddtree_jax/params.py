@@ -9,10 +9,9 @@ from typing import Any, Generic, TypeVar
 
 import jax
 from flax import nnx
-from jaxtyping import Array
 
 Model = TypeVar("Model", bound=nnx.Module)
-Leaves = tuple[Array, ...]
+Leaves = tuple[Any, ...]  # arrays, or their abstract stand-ins
 
 
 @dataclass(frozen=True)
@@ -22,7 +21,7 @@ class Structure(Generic[Model]):
     graph: nnx.GraphDef
     tree: Any
 
-    def merge(self, leaves: Sequence[Array]) -> Model:
+    def merge(self, leaves: Sequence[Any]) -> Model:
         return nnx.merge(self.graph, jax.tree.unflatten(self.tree, leaves))
 
 

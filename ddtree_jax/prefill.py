@@ -15,7 +15,6 @@ from ddtree_jax.models.qwen3 import Qwen3
 from ddtree_jax.params import Leaves, Structure
 from ddtree_jax.sampling import Requests, SamplingMode, choose_tokens
 from ddtree_jax.stages.commit import cut_at_stop
-from ddtree_jax.stages.draft import take_in_context
 from ddtree_jax.state import DecodeState, Pending
 from pallas_kernels import tree_attention
 
@@ -87,13 +86,11 @@ def _run_chunk(
     rows = target(chunk.token, positions, attend, taps)
     index = row_index(chunk.start, chunk.count, size, state.target.keys[0].shape[1])
     state = state._replace(
-        target=write_rows(state.target, rows.keys, rows.values, chunk.slot, index)
+        target=write_rows(state.target, rows.keys, rows.values, index, chunk.slot)
     )
     if drafter is not None:
-        draft_cache = take_in_context(
-            drafter, state.draft, rows.features, chunk.start, chunk.count, chunk.slot
-        )
-        state = state._replace(draft=draft_cache)
+        keys, values = drafter.context_rows(rows.features, positions)
+        state = state._replace(draft=write_rows(state.draft, keys, values, index, chunk.slot))
     return state, rows.hidden
 
 

@@ -43,27 +43,37 @@ class DFlash(nnx.Module):
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
 
+    def project_context(self, features: Float[Array, "B X CD"]) -> Float[Array, "B X D"]:
+        """What every layer reads of committed rows with these target features."""
+        return self.context_norm(project(features, self.fuse[...]))
+
     def context_rows(
-        self, features: Float[Array, "B R CD"], positions: Int[Array, "B R"]
-    ) -> tuple[tuple[Float[Array, "B R K H"], ...], tuple[Float[Array, "B R K H"], ...]]:
-        """Keys and values, one entry a layer, of committed rows with these target features."""
-        context = self.context_norm(project(features, self.fuse[...]))
+        self, features: Float[Array, "B X CD"], positions: Int[Array, "B X"]
+    ) -> tuple[tuple[Float[Array, "B X K H"], ...], tuple[Float[Array, "B X K H"], ...]]:
+        """Keys and values, one entry a layer, of committed rows; no block is drafted."""
+        context = self.project_context(features)
         cos, sin = rope_tables(self.config.rope, self.config.head_dim, positions, context.dtype)
-        rows = [layer.attention.context_rows(context, cos, sin) for layer in self.layers]
+        rows = [layer.attention.heads(context, cos, sin)[1:] for layer in self.layers]
         return tuple(key for key, _ in rows), tuple(value for _, value in rows)
 
     def __call__(
-        self, block: Float[Array, "B R D"], positions: Int[Array, "B R"], attend: Attend
+        self,
+        block: Float[Array, "B R D"],
+        positions: Int[Array, "B Y"],
+        attend: Attend,
+        context: Float[Array, "B X D"] | None = None,
     ) -> Float[Array, "B R D"]:
-        """Hidden rows after the final norm; row j > 0 belongs to the token at positions[:, j].
+        """Hidden rows after the final norm; row j > 0 belongs to the token at its position.
 
         block: embeddings of the root token, then of the mask token (block_size rows).
-        attend: adds the context rows and the layer's mask (`block_visible`).
+        context: projected rows that were not taken in before; `attend` then gets their keys and
+        values ahead of the block's, and `positions` begin with theirs. attend: adds the rows
+        taken in earlier and the layer's mask (`block_visible`).
         """
         x = block
         cos, sin = rope_tables(self.config.rope, self.config.head_dim, positions, x.dtype)
         for index, layer in enumerate(self.layers):
-            x, _, _ = layer(index, x, cos, sin, attend)
+            x, _, _ = layer(index, x, cos, sin, attend, context)
         return self.norm(x)
 
     def block_embeddings(

@@ -98,24 +98,14 @@ class Attention(nnx.Module):
         self, x: Float[Array, "B R D"], cos: Array, sin: Array
     ) -> tuple[Float[Array, "B R N H"], Float[Array, "B R K H"], Float[Array, "B R K H"]]:
         """Rotated queries and keys, and values."""
-        query, key, value = self._split(project(x, self.qkv[...]), self.num_heads)
+        heads = project(x, self.qkv[...]).reshape(*x.shape[:2], -1, self.head_dim)
+        ends = [self.num_heads, self.num_heads + self.num_kv_heads]
+        query, key, value = jnp.split(heads, ends, axis=2)
         query = rotate(self.query_norm(query), cos, sin)
         return query, rotate(self.key_norm(key), cos, sin), value
 
-    def context_rows(
-        self, x: Float[Array, "B R D"], cos: Array, sin: Array
-    ) -> tuple[Float[Array, "B R K H"], Float[Array, "B R K H"]]:
-        """Keys and values only: for rows that are attended to and never ask."""
-        columns = self.qkv[...][:, self.num_heads * self.head_dim :]
-        _, key, value = self._split(project(x, columns), 0)
-        return rotate(self.key_norm(key), cos, sin), value
-
     def mix(self, mixed: Float[Array, "B R N H"]) -> Float[Array, "B R D"]:
         return project(mixed.reshape(*mixed.shape[:2], -1), self.out[...])
-
-    def _split(self, rows: Float[Array, "B R O"], num_heads: int) -> tuple[Array, Array, Array]:
-        heads = rows.reshape(*rows.shape[:2], -1, self.head_dim)
-        return tuple(jnp.split(heads, [num_heads, num_heads + self.num_kv_heads], axis=2))
 
 
 class MLP(nnx.Module):
@@ -141,10 +131,24 @@ class DecoderLayer(nnx.Module):
         self.mlp = MLP(config, dtype=dtype, init=init, rngs=rngs)
 
     def __call__(
-        self, index: int, x: Float[Array, "B R D"], cos: Array, sin: Array, attend: Attend
-    ) -> tuple[Float[Array, "B R D"], Float[Array, "B R K H"], Float[Array, "B R K H"]]:
-        """Returns the layer's output and its new key and value rows."""
-        query, key, value = self.attention.heads(self.attention_norm(x), cos, sin)
+        self,
+        index: int,
+        x: Float[Array, "B R D"],
+        cos: Float[Array, "B Y half"],
+        sin: Float[Array, "B Y half"],
+        attend: Attend,
+        context: Float[Array, "B X D"] | None = None,
+    ) -> tuple[Float[Array, "B R D"], Float[Array, "B Y K H"], Float[Array, "B Y K H"]]:
+        """Returns the layer's output and its new key and value rows (Y = X + R).
+
+        context: X rows before x that only give keys and values, already normed (DFlash). They
+        share one matrix product with x, so the weights are read once and never sliced.
+        """
+        rows = self.attention_norm(x)
+        if context is not None:
+            rows = jnp.concatenate([context, rows], axis=1)
+        query, key, value = self.attention.heads(rows, cos, sin)
+        query = query[:, -x.shape[1] :]
         x = x + self.attention.mix(attend(index, query, key, value))
         return x + self.mlp(self.mlp_norm(x)), key, value
 

@@ -52,13 +52,11 @@ def commit(
         index = node.reshape(*node.shape, *(1,) * (x.ndim - 2))
         return jnp.take_along_axis(x, index, axis=1)
 
-    slots = jnp.arange(node.shape[0], dtype=jnp.int32)
     cache_rows = state.target.keys[0].shape[1]
     cache = write_rows(
         state.target,
         tuple(along_path(key) for key in rows.keys),
         tuple(along_path(value) for value in rows.values),
-        slots,
         row_index(state.lengths, accepted, width, cache_rows),
     )
     # Emitted are the path without its root, which went out a round earlier, then the bonus.

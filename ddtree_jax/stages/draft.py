@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from ddtree_jax.cache import KVCache, row_index, write_rows
+from ddtree_jax.cache import KVCache, row_index, write_layer
 from ddtree_jax.config import AttentionKind
 from ddtree_jax.models.dflash import DFlash, block_visible
 from ddtree_jax.models.qwen3 import Qwen3
@@ -20,21 +20,6 @@ class Candidates(NamedTuple):
 
     log_prob: Float[Array, "B J M"]
     token: Int[Array, "B J M"]
-
-
-def take_in_context(
-    drafter: DFlash,
-    cache: KVCache,
-    features: Float[Array, "B R CD"],
-    start: Int[Array, " B"],
-    count: Int[Array, " B"],
-    slot: Int[Array, " B"],
-) -> KVCache:
-    """Adds the first `count` rows of features, at positions start.., to the drafter's cache."""
-    width, rows = features.shape[1], cache.keys[0].shape[1]
-    positions = start[:, None] + jnp.arange(width, dtype=jnp.int32)[None, :]
-    keys, values = drafter.context_rows(features, positions)
-    return write_rows(cache, keys, values, slot, row_index(start, count, width, rows))
 
 
 def _window_start(kind: AttentionKind, positions: Int[Array, "B R"]) -> Int[Array, "B R"] | None:
@@ -58,32 +43,38 @@ def draft(
     Source: DFlash, arXiv 2602.06036; block = root embedding, then masks; block rows are never
     cached.
     """
-    config = drafter.config
-    slots = jnp.arange(root.shape[0], dtype=jnp.int32)
+    config, slots, width = drafter.config, root.shape[0], pending.features.shape[1]
     start = lengths - pending.count
-    cache = take_in_context(drafter, cache, pending.features, start, pending.count, slots)
-    positions = lengths[:, None] + jnp.arange(config.block_size, dtype=jnp.int32)[None, :]
+    offset = jnp.arange(width, dtype=jnp.int32)[None, :]
+    block_positions = lengths[:, None] + offset
+    positions = jnp.concatenate([start[:, None] + offset, block_positions], axis=1)
+    index = row_index(start, pending.count, width, cache.keys[0].shape[1])
+    keys, values = list(cache.keys), list(cache.values)
 
     def attend(layer: int, query: Array, key: Array, value: Array) -> Array:
+        keys[layer] = write_layer(keys[layer], key[:, :width], index)
+        values[layer] = write_layer(values[layer], value[:, :width], index)
         kind = config.attention[layer]
         visible = jnp.asarray(block_visible(kind, config.block_size))[None]
         return tree_attention(
             query,
-            cache.keys[layer],
-            cache.values[layer],
-            key,
-            value,
+            keys[layer],
+            values[layer],
+            key[:, width:],
+            value[:, width:],
             lengths,
-            jnp.broadcast_to(visible, (root.shape[0], *visible.shape[1:])),
-            prefix_start=_window_start(kind, positions),
+            jnp.broadcast_to(visible, (slots, *visible.shape[1:])),
+            prefix_start=_window_start(kind, block_positions),
             scale=config.head_dim**-0.5,
             implementation=implementation,
         )
 
     mask = target.embed(jnp.full((1, 1), config.mask_token_id, jnp.int32))[0, 0]
     block = drafter.block_embeddings(target.embed(root[:, None])[:, 0], mask)
-    hidden = drafter(block, positions, attend)
+    context = drafter.project_context(pending.features)
+    hidden = drafter(block, positions, attend, context)
     logits = target.logits(hidden[:, 1:])
     value, token = top_k(logits, candidate_count)
     log_prob = value - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    cache = KVCache(tuple(keys), tuple(values))
     return Candidates(log_prob, token.astype(jnp.int32)), cache

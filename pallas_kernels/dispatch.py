@@ -1,0 +1,82 @@
+"""Which implementation of an op runs: the jnp definition ("xla") or the Pallas kernel ("pallas").
+
+The choice is made while tracing, from the platform that is compiled for and from shapes, never
+from data.
+"""
+
+from typing import Literal
+
+import jax
+
+Implementation = Literal["xla", "pallas"]
+
+_GPU_PLATFORMS = ("gpu", "cuda", "rocm")
+
+
+def platform() -> str:
+    """Platform that the current trace is meant for: "cpu", "gpu", "tpu".
+
+    An abstract device in the mesh context (`jax.sharding.use_abstract_mesh`, the way to compile
+    for a GPU on a machine without one) goes before `jax.default_device`, and that before the
+    default backend.
+    """
+    abstract_device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    device = abstract_device if abstract_device is not None else jax.config.jax_default_device
+    if device is None:
+        name = jax.default_backend()
+    else:
+        name = device if isinstance(device, str) else device.platform
+    return "gpu" if name in _GPU_PLATFORMS else name
+
+
+def interpret() -> bool:
+    """Whether a Pallas kernel must run in interpret mode: the trace is meant for a CPU."""
+    return platform() == "cpu"
+
+
+def choose(
+    op: str, implementation: Implementation | None, unsupported: str | None
+) -> Implementation:
+    """Resolves the `implementation` argument of an op.
+
+    Args:
+      op: name of the op, for messages.
+      implementation: None takes the kernel on a GPU if it supports the shape, else the
+        definition. A named implementation is taken or refused, never replaced.
+      unsupported: why the kernel cannot take these arguments, None if it can.
+
+    Raises:
+      ValueError: `implementation` is none of the known names.
+      NotImplementedError: "pallas" was named and cannot run here.
+    """
+    if implementation not in (None, "xla", "pallas"):
+        raise ValueError(
+            f"`implementation` of {op} must be None, 'xla' or 'pallas', got {implementation!r}"
+        )
+    where = platform()
+    if implementation is None:
+        return "pallas" if where == "gpu" and unsupported is None else "xla"
+    if implementation == "pallas":
+        if where not in ("cpu", "gpu"):
+            unsupported = f"the kernel is written for GPUs, and this program is for {where!r}"
+        if unsupported is not None:
+            raise NotImplementedError(
+                f"the Pallas kernel of {op} cannot run: {unsupported}; use implementation='xla'"
+            )
+    return implementation
+
+
+def next_power_of_two(size: int) -> int:
+    """Smallest power of two that is at least `size`; 1 for sizes below 1."""
+    return 1 << max(size - 1, 0).bit_length()
+
+
+def lanes_for(size: int) -> int:
+    """Length of a kernel's register array for `size` entries: Triton arrays are powers of two,
+    and below half a warp there is nothing to gain."""
+    return max(16, next_power_of_two(size))
+
+
+def ceil_div(dividend: int, divisor: int) -> int:
+    """Quotient rounded up, of static integers."""
+    return -(-dividend // divisor)

@@ -1,0 +1,51 @@
+"""Named real shapes, shared by tests and benchmarks.
+
+Qwen3-4B and Qwen3-8B have the same attention: 32 query heads, 8 kv heads, head dim 128 (they
+differ in width and MLP only). A DFlash block of 16 gives 15 draft depths.
+"""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionShape:
+    """Sizes of one `tree_attention` call; the letters of the design are in the comments."""
+
+    slots: int  # B
+    nodes: int  # T, root included
+    query_heads: int = 32  # N
+    kv_heads: int = 8  # K
+    head_dim: int = 128  # H
+    cache_rows: int = 2048  # S
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TreeShapeSizes:
+    """Sizes of one `tree_build` call and of the `tree_accept` call that follows it."""
+
+    slots: int  # B
+    depths: int = 15  # J
+    candidates: int = 63  # M
+    budget: int = 63  # T - 1
+
+    @property
+    def nodes(self) -> int:
+        """T, root included."""
+        return self.budget + 1
+
+
+ATTENTION = {
+    "qwen3_8b_decode": AttentionShape(slots=1, nodes=1),
+    "qwen3_8b_chain": AttentionShape(slots=1, nodes=16),
+    "qwen3_8b_tree": AttentionShape(slots=1, nodes=64),
+    "qwen3_8b_tree_batch": AttentionShape(slots=8, nodes=64),
+    "qwen3_8b_tree_long": AttentionShape(slots=1, nodes=64, cache_rows=32768),
+    "qwen3_8b_large_tree": AttentionShape(slots=1, nodes=256),
+}
+
+TREE = {
+    "dflash_15": TreeShapeSizes(slots=1, budget=15, candidates=15),
+    "dflash_63": TreeShapeSizes(slots=1),
+    "dflash_63_batch": TreeShapeSizes(slots=8),
+    "dflash_255": TreeShapeSizes(slots=1, budget=255, candidates=255),
+}

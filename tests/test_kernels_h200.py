@@ -1,0 +1,105 @@
+"""Every Pallas kernel compiles for the H200 at real shapes, through the public ops.
+
+This is what a machine without a GPU can check: lowering to Triton, ptxas, shared memory, and the
+absence of cache copies in the compiled program. Numbers come from interpret mode in the other
+tests.
+"""
+
+import dataclasses
+import functools
+import math
+import re
+
+import aot
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import shapes, tree_accept, tree_attention, tree_build
+
+TRITON_CALL = "__gpu$xla.gpu.triton"
+
+
+def compile_kernel(function, *arguments, launches=1):
+    lowered = aot.lower(function, *arguments)
+    assert lowered.as_text().count(TRITON_CALL) == launches
+    return aot.compile(lowered)
+
+
+def attention_arguments(shape):
+    b, t, s = shape.slots, shape.nodes, shape.cache_rows
+    n, k, h = shape.query_heads, shape.kv_heads, shape.head_dim
+    cache = aot.argument((b, s, k, h), jnp.bfloat16)
+    tree = aot.argument((b, t, k, h), jnp.bfloat16)
+    query = aot.argument((b, t, n, h), jnp.bfloat16)
+    visible = aot.argument((b, t, t), jnp.bool_)
+    return query, cache, cache, tree, tree, aot.argument((b,), jnp.int32), visible
+
+
+attention = functools.partial(tree_attention, scale=128**-0.5)
+
+
+# The batch runs in one launch; single slots split the prefix and merge in a second one.
+@pytest.mark.parametrize(
+    ("name", "launches"),
+    [("qwen3_8b_decode", 2), ("qwen3_8b_chain", 2), ("qwen3_8b_tree_batch", 1)],
+)
+def test_tree_attention_compiles(name, launches):
+    compile_kernel(attention, *attention_arguments(shapes.ATTENTION[name]), launches=launches)
+
+
+def test_tree_attention_with_a_window_copies_no_cache():
+    shape = shapes.ATTENTION["qwen3_8b_tree_long"]
+    arguments = attention_arguments(shape)
+    start = aot.argument((shape.slots, shape.nodes), jnp.int32)
+    compiled = compile_kernel(
+        lambda start, *rest: attention(*rest, prefix_start=start), start, *arguments, launches=2
+    )
+    cache = arguments[1]
+    cache_bytes = math.prod(cache.shape) * cache.dtype.itemsize
+    assert compiled.memory_analysis().temp_size_in_bytes < cache_bytes / 4
+    # No instruction but the parameters themselves may have the cache's elements in any order.
+    large = [
+        line
+        for line in compiled.as_text().splitlines()
+        for found in re.findall(r"= \(?(?:bf16|f32)\[([\d,]+)\]", line)
+        if math.prod(map(int, found.split(","))) >= math.prod(cache.shape)
+    ]
+    assert len(large) == 2 and all(" parameter(" in line for line in large), large
+
+
+def test_a_shape_that_the_kernel_refuses_falls_back_only_if_nothing_was_named():
+    shape = dataclasses.replace(shapes.ATTENTION["qwen3_8b_chain"], head_dim=80)
+    arguments = attention_arguments(shape)
+    assert TRITON_CALL not in aot.lower(attention, *arguments).as_text()
+    with pytest.raises(NotImplementedError, match="H=80; use implementation='xla'"):
+        aot.lower(functools.partial(attention, implementation="pallas"), *arguments)
+
+
+def test_the_definition_is_the_choice_on_a_cpu():
+    arguments = [
+        jnp.zeros(argument.shape, argument.dtype)
+        for argument in attention_arguments(
+            shapes.AttentionShape(
+                slots=1, nodes=2, query_heads=2, kv_heads=1, head_dim=32, cache_rows=4
+            )
+        )
+    ]
+    assert "pallas_call" not in str(jax.make_jaxpr(attention)(*arguments))
+    named = functools.partial(attention, implementation="pallas")
+    assert "pallas_call" in str(jax.make_jaxpr(named)(*arguments))
+
+
+@pytest.mark.parametrize("spine", [False, True])
+def test_tree_build_compiles(spine):
+    shape = shapes.TREE["dflash_63_batch"]
+    log_prob = aot.argument((shape.slots, shape.depths, shape.candidates), jnp.float32)
+    compile_kernel(functools.partial(tree_build, budget=shape.budget, spine=spine), log_prob)
+
+
+def test_tree_accept_compiles():
+    shape = shapes.TREE["dflash_63_batch"]
+    numbers = aot.argument((shape.slots, shape.nodes), jnp.int32)
+    valid = aot.argument((shape.slots, shape.nodes), jnp.bool_)
+    walk = functools.partial(tree_accept, max_depth=shape.depths)
+    compile_kernel(walk, numbers, numbers, valid, numbers)
