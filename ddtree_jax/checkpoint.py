@@ -6,6 +6,7 @@ tokenizer files. Groups keep the memory of a conversion at one layer, whatever t
 """
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -106,6 +107,7 @@ def load_draft(folder: str | Path, dtype: DTypeLike) -> DFlash:
     return _load(Path(folder), "draft", dtype)
 
 
+@functools.lru_cache(maxsize=4)
 def param_shapes(config: TargetConfig | DraftConfig) -> dict[str, tuple[int, ...]]:
     """Shape of every parameter by dotted name ("layers.0.attention.qkv"); allocates nothing."""
     pure = nnx.to_pure_dict(_abstract(config, np.float32)[1])
@@ -191,7 +193,7 @@ def _load(folder: Path, kind: str, dtype: DTypeLike) -> Any:
         manifest["kind"] == kind,
         f"{folder} holds a {manifest['kind']}, expected a {kind}; pass it as `{manifest['kind']}`",
     )
-    problems = damaged_files(folder, contents=False)
+    problems = damaged_files(folder, contents=False) + _wrong_shapes(config, manifest["params"])
     require(not problems, f"{folder} is damaged: {'; '.join(problems)}; convert the source again")
     graph, state = _abstract(config, dtype)
     pure = nnx.to_pure_dict(state)
@@ -213,6 +215,17 @@ def _load(folder: Path, kind: str, dtype: DTypeLike) -> Any:
     leaves = [arrays[name] for name in named]
     nnx.replace_by_pure_dict(state, jax.tree.unflatten(jax.tree.structure(pure), leaves))
     return nnx.merge(graph, state)
+
+
+def _wrong_shapes(config: TargetConfig | DraftConfig, described: dict[str, Any]) -> list[str]:
+    """Parameters that `ddtree.json` describes otherwise than its own settings ask for."""
+    expected = {name: list(shape) for name, shape in param_shapes(config).items()}
+    stored = {name: entry["shape"] for name, entry in described.items()}
+    return [
+        f"parameter {name} is stored as {stored.get(name)}, the settings say {expected.get(name)}"
+        for name in sorted(expected.keys() | stored.keys())
+        if expected.get(name) != stored.get(name)
+    ]
 
 
 def _abstract(config: TargetConfig | DraftConfig, dtype: DTypeLike) -> tuple[Any, Any]:

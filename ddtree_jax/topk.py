@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt
 
+from pallas_kernels import dispatch
+
 _GROUP = 128
 
 
@@ -40,12 +42,16 @@ def _largest_threshold(
     keys: UInt[Array, "B T V"], weight: Float[Array, "B T V"], least: Float[Array, "B T"]
 ) -> UInt[Array, "B T"]:
     """Largest key t with sum of weight over {keys >= t} >= least, by bisection over its bits."""
-    threshold = jnp.zeros(keys.shape[:-1], jnp.uint32)
-    for bit in range(31, -1, -1):
-        higher = threshold | jnp.uint32(1 << bit)
+
+    def decide_bit(step: Array, threshold: Array) -> Array:
+        higher = threshold | (jnp.uint32(1 << 31) >> step.astype(jnp.uint32))
         mass = jnp.sum(jnp.where(keys >= higher[..., None], weight, 0.0), axis=-1)
-        threshold = jnp.where(mass >= least, higher, threshold)
-    return threshold
+        return jnp.where(mass >= least, higher, threshold)
+
+    # A loop inside the round would split a GPU's command buffer; a CPU compiles it faster.
+    unroll = dispatch.platform() == "gpu"
+    none = jnp.zeros(keys.shape[:-1], jnp.uint32)
+    return jax.lax.fori_loop(0, 32, decide_bit, none, unroll=unroll)
 
 
 def keep_top(

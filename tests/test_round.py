@@ -1,0 +1,282 @@
+"""The round on tiny random models: what a node sees, what a walk keeps, what commit leaves."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from models import DRAFT, TARGET, VOCAB, greedy_continuation, logits_of, tiny_drafter, tiny_target
+
+from ddtree_jax.engine import Engine
+from ddtree_jax.round import RoundPlan
+from ddtree_jax.sampling import SamplingParams
+from ddtree_jax.stages.accept import accept
+from ddtree_jax.stages.build import build
+from ddtree_jax.stages.commit import commit, cut_at_stop
+from ddtree_jax.stages.verify import verify
+
+PROMPTS = [[3, 4, 5], list(range(3, 40)), [9] * 10]
+LENGTH = 96
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_target()
+
+
+@pytest.fixture(scope="module")
+def drafter():
+    return tiny_drafter()
+
+
+@pytest.fixture(scope="module")
+def expected(target):
+    return [greedy_continuation(target, prompt, 40) for prompt in PROMPTS]
+
+
+_ENGINES = {}
+
+
+def engine_of(target, drafter, method, *, budget=0, spine=False, slots=2):
+    """One engine a plan: it serves many requests, and its programs are compiled once."""
+    plan = RoundPlan.of(method, DRAFT, budget=budget, spine=spine)
+    if (plan, slots) not in _ENGINES:
+        _ENGINES[plan, slots] = Engine(
+            target,
+            drafter,
+            plan,
+            max_slots=slots,
+            max_length=LENGTH,
+            dtype=jnp.float32,
+            rounds_per_dispatch=4,
+        )
+    engine = _ENGINES[plan, slots]
+    assert not engine.has_unfinished
+    return engine
+
+
+def decode(engine, prompts, params, seeds=None):
+    """Tokens of each prompt in order, and all accepted lengths."""
+    numbers = [
+        engine.add_request(prompt, params, seed)
+        for prompt, seed in zip(prompts, seeds or range(len(prompts)), strict=True)
+    ]
+    tokens, accepted = {number: [] for number in numbers}, []
+    while engine.has_unfinished:
+        for progress in engine.step():
+            for entry in progress.rounds:
+                tokens[progress.request] += entry.tokens
+                accepted += [entry.accepted] if entry.accepted else []
+    return [tokens[number] for number in numbers], accepted
+
+
+def candidates_around(truth, rng, candidate_count):
+    """[J, M] tokens and log-probs where the wanted token sits at a random rank among others."""
+    tokens, log_prob = [], []
+    for wanted in truth:
+        others = rng.permutation([token for token in range(VOCAB) if token != wanted])
+        row = list(others[:candidate_count])
+        row[rng.integers(0, candidate_count)] = wanted
+        tokens.append(row)
+        log_prob.append(np.sort(rng.uniform(-4, -0.1, candidate_count))[::-1])
+    return np.array([tokens], np.int32), np.array([log_prob], np.float32)
+
+
+@pytest.fixture(scope="module")
+def prefilled(target, drafter):
+    """State after the second prompt, for one slot; drafting depth of DRAFT."""
+    engine = engine_of(target, drafter, "ddtree", budget=20, slots=1)
+    return state_after(engine, PROMPTS[1])
+
+
+def state_after(engine, prompt):
+    """A copy of the state that prefill of one prompt leaves; the engine is free again."""
+    number = engine.add_request(prompt, SamplingParams(max_tokens=50, ignore_eos=True), 0)
+    engine.step()
+    state = jax.tree.map(jnp.copy, engine._state)
+    engine.abort(number)
+    return state
+
+
+DEPTH = DRAFT.depth_count
+VERIFY = {"tap_layers": DRAFT.tap_layers, "max_depth": DEPTH, "implementation": None}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_each_node_scores_as_its_path_alone(target, prefilled, seed):
+    rng = np.random.default_rng(seed)
+    root = prefilled.root
+    token, log_prob = candidates_around(rng.integers(0, VOCAB, DEPTH), rng, 3)
+    tree = build(
+        jnp.array(log_prob),
+        jnp.array(token),
+        root,
+        budget=20,
+        spine=False,
+        implementation=None,
+    )
+    verified = verify(target, prefilled.target, tree, prefilled.lengths, **VERIFY)
+    tokens, parents = np.asarray(tree.token)[0], np.asarray(tree.parent)[0]
+    assert tree.valid.all()
+    for node in range(tokens.size):
+        path, at = [], node
+        while at >= 0:
+            path.append(int(tokens[at]))
+            at = parents[at]
+        alone = logits_of(target, PROMPTS[1] + path[::-1])[-1]
+        np.testing.assert_allclose(np.asarray(verified.logits)[0, node], alone, atol=1e-4)
+
+
+def test_branches_are_followed_and_their_rows_committed(target, drafter, prefilled):
+    """The wanted tokens hide at random ranks; a large tree holds them, a walk must find them."""
+    rng = np.random.default_rng(7)
+    truth = greedy_continuation(target, PROMPTS[1], 31)
+    state, emitted = prefilled, [int(prefilled.root[0])]
+    assert emitted == truth[:1]
+    lengths = []
+    while len(emitted) + DEPTH < len(truth):
+        ahead = truth[len(emitted) : len(emitted) + DEPTH]
+        token, log_prob = candidates_around(ahead, rng, 3)
+        tree = build(
+            jnp.array(log_prob),
+            jnp.array(token),
+            state.root,
+            budget=120,
+            spine=False,
+            implementation=None,
+        )
+        verified = verify(target, state.target, tree, state.lengths, **VERIFY)
+        path = accept(
+            verified.logits,
+            tree,
+            state.lengths,
+            state.requests,
+            max_depth=DEPTH,
+            mode="greedy",
+            implementation=None,
+        )
+        state, round_tokens = commit(state, tree, verified.rows, path)
+        count = int(round_tokens.count[0])
+        emitted += np.asarray(round_tokens.token)[0, :count].tolist()
+        lengths.append(int(round_tokens.accepted[0]))
+    assert emitted == truth[: len(emitted)]
+    assert max(lengths) == DEPTH + 1 and np.mean(lengths) > 3
+    # What commit left is what a fresh prefill of the same tokens leaves.
+    engine = engine_of(target, drafter, "ddtree", budget=20, slots=1)
+    fresh = state_after(engine, PROMPTS[1] + emitted[:-1])
+    size = int(state.lengths[0])
+    assert size == int(fresh.lengths[0])
+    for kept, new in zip(jax.tree.leaves(state.target), jax.tree.leaves(fresh.target), strict=True):
+        np.testing.assert_allclose(kept[:, :size], new[:, :size], atol=1e-4)
+
+
+PLANS = [
+    ("autoregressive", 0, False),
+    ("dflash", 0, False),
+    ("ddtree", 4, False),
+    ("ddtree", 16, False),
+    ("ddtree", 16, True),
+]
+
+
+@pytest.mark.parametrize(("method", "budget", "spine"), PLANS)
+def test_every_method_gives_the_greedy_text(target, drafter, expected, method, budget, spine):
+    engine = engine_of(target, drafter, method, budget=budget, spine=spine)
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    tokens, accepted = decode(engine, PROMPTS, params)
+    assert tokens == expected
+    if method == "autoregressive":
+        assert set(accepted) == {1}
+
+
+def test_sampled_text_depends_on_the_seed_alone(target, drafter):
+    params = SamplingParams(max_tokens=40, temperature=1.2, top_k=30, top_p=0.95, ignore_eos=True)
+    texts = [
+        decode(engine_of(target, drafter, method, budget=budget, spine=spine), PROMPTS, params)[0]
+        for method, budget, spine in (PLANS[0], PLANS[3])
+    ]
+    assert texts[0] == texts[1]
+    # Another order, other batch mates, other slots.
+    engine = engine_of(target, drafter, "ddtree", budget=16)
+    turned, _ = decode(engine, PROMPTS[::-1], params, seeds=[2, 1, 0])
+    assert turned[::-1] == texts[0]
+    other, _ = decode(engine, PROMPTS, params, seeds=[7, 8, 9])
+    assert other != texts[0]
+
+
+def test_root_only_tree_is_autoregressive(target, drafter):
+    plan = RoundPlan.of("ddtree", DRAFT, budget=0, spine=False)
+    assert plan == RoundPlan.of("autoregressive", None, budget=63, spine=False)
+
+
+def test_one_candidate_is_the_chain(target, drafter):
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    chain = decode(engine_of(target, drafter, "dflash"), PROMPTS, params)
+    plan = RoundPlan.of("ddtree", DRAFT, budget=DEPTH, candidates=1, spine=False)
+    assert plan == RoundPlan.of("dflash", DRAFT, budget=63, spine=False)
+    assert decode(engine_of(target, drafter, "dflash"), PROMPTS, params) == chain
+
+
+@pytest.mark.parametrize("method", ["autoregressive", "ddtree"])
+def test_stop_token_ends_the_output_and_is_its_last(target, drafter, expected, method):
+    stop = expected[0][7]
+    first = expected[0].index(stop)
+    params = SamplingParams(max_tokens=40, stop_token_ids=[stop], ignore_eos=True)
+    tokens, _ = decode(engine_of(target, drafter, method, budget=16), PROMPTS[:1], params)
+    assert tokens == [expected[0][: first + 1]]
+
+
+@pytest.mark.parametrize("limit", [1, 2, 7])
+def test_max_tokens_is_never_overrun(target, drafter, expected, limit):
+    engine = engine_of(target, drafter, "ddtree", budget=16)
+    tokens, _ = decode(engine, PROMPTS, SamplingParams(max_tokens=limit, ignore_eos=True))
+    assert tokens == [text[:limit] for text in expected]
+
+
+def test_cut_at_stop_against_a_scan():
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        token = rng.integers(0, 6, (4, 5)).astype(np.int32)
+        count = rng.integers(0, 6, 4).astype(np.int32)
+        remaining = rng.integers(1, 7, 4).astype(np.int32)
+        stops = np.where(rng.random((4, 3)) < 0.5, rng.integers(0, 6, (4, 3)), -1)
+        kept, ends = cut_at_stop(
+            jnp.array(token), jnp.array(count), jnp.array(stops, jnp.int32), jnp.array(remaining)
+        )
+        for slot in range(4):
+            out, over = [], False
+            for wanted in token[slot, : count[slot]]:
+                out.append(wanted)
+                over = wanted in stops[slot] or len(out) == remaining[slot]
+                if over:
+                    break
+            assert int(kept[slot]) == len(out)
+            assert bool(ends[slot]) == over
+
+
+def test_abort_frees_the_slot(target, drafter, expected):
+    engine = engine_of(target, drafter, "autoregressive", slots=1)
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    first = engine.add_request(PROMPTS[0], params, 0)
+    engine.step()
+    engine.step()
+    engine.abort(first)
+    assert not engine.has_unfinished
+    tokens, _ = decode(engine, PROMPTS[1:2], params)
+    assert tokens == expected[1:2]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "said"),
+    [
+        ([], SamplingParams(), "empty prompt"),
+        ([TARGET.vocab_size], SamplingParams(max_tokens=5), "token id 61"),
+        ([-1], SamplingParams(max_tokens=5), "token id -1"),
+        ([3] * 50, SamplingParams(max_tokens=60), "`max_length`"),
+        ([3], SamplingParams(max_tokens=5, stop_token_ids=list(range(20))), "stop_token_ids"),
+    ],
+)
+def test_requests_that_cannot_be_served_are_refused(target, drafter, prompt, params, said):
+    engine = engine_of(target, drafter, "autoregressive")
+    with pytest.raises(ValueError, match=said):
+        engine.add_request(prompt, params, 0)
+    assert not engine.has_unfinished
