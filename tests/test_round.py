@@ -15,7 +15,7 @@ from ddtree_jax.stages.commit import commit, cut_at_stop
 from ddtree_jax.stages.verify import verify
 
 PROMPTS = [[3, 4, 5], list(range(3, 40)), [9] * 10]
-LENGTH = 96
+LENGTH = 128
 
 
 @pytest.fixture(scope="module")
@@ -271,7 +271,7 @@ def test_abort_frees_the_slot(target, drafter, expected):
         ([], SamplingParams(), "empty prompt"),
         ([TARGET.vocab_size], SamplingParams(max_tokens=5), "token id 61"),
         ([-1], SamplingParams(max_tokens=5), "token id -1"),
-        ([3] * 50, SamplingParams(max_tokens=60), "`max_length`"),
+        ([3] * 80, SamplingParams(max_tokens=60), "`max_length`"),
         ([3], SamplingParams(max_tokens=5, stop_token_ids=list(range(20))), "stop_token_ids"),
     ],
 )
