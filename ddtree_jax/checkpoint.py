@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
@@ -39,6 +40,7 @@ TOKENIZER_FILES = (
     "generation_config.json",
 )
 _KINDS = {"target": (TargetConfig, Qwen3), "draft": (DraftConfig, DFlash)}
+_AGAIN = "delete the folder and convert the source again"
 # Files of a group are read in parallel at this grain: 3x faster than one chunk an array.
 _CHUNK_BYTES = 1 << 26
 
@@ -55,24 +57,23 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
       ValueError: it is missing, damaged or of another version.
     """
     path = Path(folder) / MANIFEST
-    again = "convert the source again"
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"{folder} is no converted checkpoint: it has no {MANIFEST}") from None
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read ({error}); {again}") from error
+        raise ValueError(f"{path} cannot be read ({error}); {_AGAIN}") from error
     keys = {"format", "version", "kind", "config", "source", "params", "files"}
     missing = sorted(keys - set(manifest)) if isinstance(manifest, dict) else sorted(keys)
-    require(not missing, f"{path} lacks {missing}; {again}")
+    require(not missing, f"{path} lacks {missing}; {_AGAIN}")
     require(
         (manifest["format"], manifest["version"]) == (FORMAT, VERSION),
         f"{path} is {manifest['format']!r} version {manifest['version']!r}, expected {FORMAT!r} "
-        f"version {VERSION}; {again}",
+        f"version {VERSION}; {_AGAIN}",
     )
     require(
         manifest["kind"] in _KINDS,
-        f"{path}: `kind` must be one of {sorted(_KINDS)}, got {manifest['kind']!r}; {again}",
+        f"{path}: `kind` must be one of {sorted(_KINDS)}, got {manifest['kind']!r}; {_AGAIN}",
     )
     return manifest
 
@@ -84,9 +85,7 @@ def read_config(folder: str | Path) -> TargetConfig | DraftConfig:
     try:
         return config_type.from_json(manifest["config"])
     except (ValueError, TypeError) as error:
-        raise ValueError(
-            f"{folder}/{MANIFEST}: `config` is damaged ({error}); convert the source again"
-        ) from error
+        raise ValueError(f"{folder}/{MANIFEST}: `config` is damaged ({error}); {_AGAIN}") from error
 
 
 def load_target(folder: str | Path, dtype: DTypeLike) -> Qwen3:
@@ -194,11 +193,10 @@ def _load(folder: Path, kind: str, dtype: DTypeLike) -> Any:
         f"{folder} holds a {manifest['kind']}, expected a {kind}; pass it as `{manifest['kind']}`",
     )
     problems = damaged_files(folder, contents=False) + _wrong_shapes(config, manifest["params"])
-    require(not problems, f"{folder} is damaged: {'; '.join(problems)}; convert the source again")
+    require(not problems, f"{folder} is damaged: {'; '.join(problems)}; {_AGAIN}")
     graph, state = _abstract(config, dtype)
     pure = nnx.to_pure_dict(state)
-    device = jax.config.jax_default_device or jax.local_devices()[0]
-    sharding = jax.sharding.SingleDeviceSharding(device)
+    sharding = jnp.zeros(()).sharding  # The default device, however it was chosen.
     groups: dict[str, dict[str, jax.ShapeDtypeStruct]] = {}
     for name, leaf in _named(pure):
         abstract = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
@@ -210,7 +208,7 @@ def _load(folder: Path, kind: str, dtype: DTypeLike) -> Any:
             # Without the abstract tree, dtypes are the file's and list indices become strings.
             arrays |= ocp.load(path, abstract)
         except Exception as error:  # Orbax raises bare Exception for damaged chunks.
-            raise ValueError(f"{path} cannot be read; convert the source again: {error}") from error
+            raise ValueError(f"{path} cannot be read; {_AGAIN}: {error}") from error
     named = [name for name, _ in _named(pure)]
     leaves = [arrays[name] for name in named]
     nnx.replace_by_pure_dict(state, jax.tree.unflatten(jax.tree.structure(pure), leaves))

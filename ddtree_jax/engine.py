@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 from ddtree_jax.errors import require
 from ddtree_jax.models.dflash import DFlash
 from ddtree_jax.models.qwen3 import Qwen3
+from ddtree_jax.outputs import FinishReason
 from ddtree_jax.params import flatten_model
 from ddtree_jax.prefill import Admission, make_admit, make_extend, split_prompt
 from ddtree_jax.round import RoundPlan, make_decode, unpack_report
@@ -34,11 +35,11 @@ class RoundTokens(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """What a step brought one request; `finished` when a stop token or max_tokens ended it."""
+    """What a step brought one request; `reason` says what ended it, None while it goes on."""
 
     request: int
     rounds: tuple[RoundTokens, ...]
-    finished: bool
+    reason: FinishReason | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +101,7 @@ class Engine:
             f"prompt ({len(prompt)} tokens) + `max_tokens` ({params.max_tokens}) must not exceed "
             f"`max_length` ({self.max_length}); shorten one or raise `max_length`",
         )
-        stops = self.stop_tokens(params)
+        stops = self._stop_tokens(params)
         require(
             len(stops) <= MAX_STOP_TOKENS,
             f"`stop_token_ids` and the model's own end tokens are {len(stops)}; "
@@ -118,7 +119,7 @@ class Engine:
                 prompt=tuple(int(token) for token in prompt),
                 params=params,
                 seed=seed,
-                stop_tokens=self.stop_tokens(params),
+                stop_tokens=self._stop_tokens(params),
             )
         )
         return number
@@ -171,8 +172,17 @@ class Engine:
             self._target_leaves, self._draft_leaves, self._state, last, admission
         )
         token, active = (int(number) for number in np.asarray(report))
-        self._slots[slot] = request if active else None
-        return Progress(request.number, (RoundTokens((token,), 0),), not active)
+        self._slots[slot] = request
+        return self._progress(slot, (RoundTokens((token,), 0),), active == 1)
+
+    def _progress(self, slot: int, rounds: tuple[RoundTokens, ...], active: bool) -> Progress:
+        """Reports on a slot, and frees it when its sequence ended."""
+        request = self._slots[slot]
+        if active:
+            return Progress(request.number, rounds, None)
+        self._slots[slot] = None
+        stopped = rounds[-1].tokens[-1] in request.stop_tokens
+        return Progress(request.number, rounds, "stop" if stopped else "length")
 
     def _dispatch(self) -> list[Progress]:
         running = [request for request in self._slots if request is not None]
@@ -193,13 +203,10 @@ class Engine:
                 )
                 if accepted > 0
             )
-            finished = not report.active[slot]
-            progress.append(Progress(request.number, rounds, finished))
-            if finished:
-                self._slots[slot] = None
+            progress.append(self._progress(slot, rounds, bool(report.active[slot])))
         return progress
 
-    def stop_tokens(self, params: SamplingParams) -> tuple[int, ...]:
+    def _stop_tokens(self, params: SamplingParams) -> tuple[int, ...]:
         own = () if params.ignore_eos else self.config.eos_token_ids
         return tuple(dict.fromkeys((*own, *(params.stop_token_ids or ()))))
 

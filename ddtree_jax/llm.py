@@ -6,12 +6,14 @@ from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 from transformers import AutoTokenizer
 
 from convert import ensure_converted
+from ddtree_jax import engine
 from ddtree_jax.checkpoint import load_draft, load_target, read_config
-from ddtree_jax.engine import Engine, RoundTokens
+from ddtree_jax.engine import Engine
 from ddtree_jax.errors import known_arguments_only, require
 from ddtree_jax.outputs import FinishReason, RequestOutput, Stats, StreamEvent
 from ddtree_jax.round import Method, RoundPlan
@@ -32,10 +34,10 @@ class _Continuation:
         self.accepted: list[int] = []
         self.reason: FinishReason | None = None
 
-    def add(self, rounds: Sequence[RoundTokens], finished: bool) -> tuple[int, ...]:
+    def add(self, progress: engine.Progress) -> tuple[int, ...]:
         """Takes in new rounds, up to a stop string; returns the tokens kept."""
         before = len(self.token_ids)
-        for round_tokens in rounds:
+        for round_tokens in progress.rounds:
             if round_tokens.accepted:
                 self.accepted.append(round_tokens.accepted)
             for token in round_tokens.tokens:
@@ -43,19 +45,12 @@ class _Continuation:
                 if self.stream is not None and self.stream.push(token):
                     self.reason = "stop"
                     return tuple(self.token_ids[before:])
-        if finished:
-            self.reason = "length" if self._ran_out() else "stop"
-            if self.stream is not None:
-                self.stream.finish()
-                # The bytes held back may have completed a stop string.
-                self.reason = "stop" if self.stream.stopped else self.reason
+        self.reason = progress.reason
+        if self.reason is not None and self.stream is not None:
+            self.stream.finish()
+            # Bytes held back until now may have completed a stop string.
+            self.reason = "stop" if self.stream.stopped else self.reason
         return tuple(self.token_ids[before:])
-
-    def set_stop_tokens(self, tokens: tuple[int, ...]) -> None:
-        self._stop_tokens = tokens
-
-    def _ran_out(self) -> bool:
-        return self.token_ids[-1] not in self._stop_tokens
 
     def output(self) -> RequestOutput:
         return RequestOutput(
@@ -223,7 +218,9 @@ class LLM:
         return self._events(entries)
 
     def _prepare(self, prompts, sampling_params) -> list[_Continuation]:
-        if isinstance(prompts, str) or all(isinstance(entry, int) for entry in prompts):
+        if isinstance(prompts, str) or all(
+            np.ndim(entry) == 0 and not isinstance(entry, str) for entry in prompts
+        ):
             prompts = [prompts]
         params = sampling_params if sampling_params is not None else SamplingParams()
         if isinstance(params, SamplingParams):
@@ -248,13 +245,16 @@ class LLM:
                 prompt if isinstance(prompt, str) else None, self._encode(prompt), one, decode
             )
             self._engine.check_request(entry.ids, one)
-            entry.set_stop_tokens(self._engine.stop_tokens(one))
             entries.append(entry)
         return entries
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str):
-            return list(prompt)
+            require(
+                np.ndim(prompt) == 1 and all(isinstance(t, int | np.integer) for t in prompt),
+                f"`prompts` must hold texts or sequences of token ids, got {prompt!r:.60}",
+            )
+            return [int(token) for token in prompt]
         require(
             self._tokenizer is not None,
             "`prompts` holds text, but this target has no tokenizer; give token ids",
@@ -277,7 +277,7 @@ class LLM:
                 for progress in self._engine.step():
                     index = numbers[progress.request]
                     entry = entries[index]
-                    tokens = entry.add(progress.rounds, progress.finished)
+                    tokens = entry.add(progress)
                     done = entry.reason is not None
                     if done:
                         self._engine.abort(progress.request)

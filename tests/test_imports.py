@@ -10,13 +10,13 @@ PACKAGES = ("ddtree_jax", "pallas_kernels", "convert", "scripts", "tests")
 
 # Lower layers first: a module imports from its own layer or below.
 LAYERS = (
-    ("config", "errors"),
+    ("config", "errors", "outputs"),
     ("models", "cache", "tree", "sampling", "topk", "params"),
     ("state", "checkpoint"),
     ("stages",),
     ("round", "prefill"),
     ("engine",),
-    ("llm", "outputs", "text"),
+    ("llm", "text"),
     ("__init__", "__main__"),
 )
 

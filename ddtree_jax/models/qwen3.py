@@ -8,7 +8,14 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from ddtree_jax.config import TargetConfig
-from ddtree_jax.models.layers import Attend, DecoderLayer, RMSNorm, fan_in_normal, rope_tables
+from ddtree_jax.models.layers import (
+    Attend,
+    DecoderLayer,
+    RMSNorm,
+    fan_in_normal,
+    precision_of,
+    rope_tables,
+)
 
 
 class TargetRows(NamedTuple):
@@ -50,7 +57,13 @@ class Qwen3(nnx.Module):
             subscripts, kernel = "brd,vd->brv", self.embedding[...]
         else:
             subscripts, kernel = "brd,dv->brv", self.head[...]
-        return jnp.einsum(subscripts, hidden, kernel, preferred_element_type=jnp.float32)
+        return jnp.einsum(
+            subscripts,
+            hidden,
+            kernel,
+            precision=precision_of(hidden),
+            preferred_element_type=jnp.float32,
+        )
 
     def __call__(
         self,

@@ -1,0 +1,123 @@
+"""On a GPU: the kernels against their definitions in bf16, and the embedded pair by all methods.
+
+JAX_PLATFORMS=cuda,cpu pytest -m gpu tests/test_gpu.py
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ddtree_jax import LLM, SamplingParams
+from pallas_kernels import tree_accept, tree_attention, tree_build
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def on_gpu():
+    if jax.default_backend() != "gpu":
+        pytest.fail("these tests need a GPU: set JAX_PLATFORMS=cuda,cpu")
+
+
+def normal(rng, *shape, dtype=jnp.bfloat16):
+    return jnp.array(rng.normal(size=shape), dtype)
+
+
+def random_tree(rng, slots, nodes):
+    """Parents before children, about log-deep; returns parent, depth and the ancestor mask."""
+    parent = np.full((slots, nodes), -1, np.int32)
+    depth = np.zeros((slots, nodes), np.int32)
+    visible = np.zeros((slots, nodes, nodes), bool)
+    for slot in range(slots):
+        visible[slot, 0, 0] = True
+        for node in range(1, nodes):
+            above = rng.integers(max(node - 6, 0), node)
+            parent[slot, node], depth[slot, node] = above, depth[slot, above] + 1
+            visible[slot, node] = visible[slot, above]
+            visible[slot, node, node] = True
+    return parent, depth, visible
+
+
+@pytest.mark.parametrize("nodes", [1, 16, 64, 65, 129])
+@pytest.mark.parametrize(("slots", "rows"), [(1, 2048), (8, 1000)])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_attention_is_its_definition(nodes, slots, rows, dtype):
+    rng = np.random.default_rng(nodes)
+    query = normal(rng, slots, nodes, 32, 128, dtype=dtype)
+    cache = [normal(rng, slots, rows, 8, 128, dtype=dtype) for _ in range(2)]
+    tree = [normal(rng, slots, nodes, 8, 128, dtype=dtype) for _ in range(2)]
+    lengths = jnp.array(rng.integers(0, rows + 1, slots), jnp.int32).at[0].set(rows - 7)
+    visible = jnp.array(random_tree(rng, slots, nodes)[2])
+    start = jnp.maximum(lengths[:, None] - jnp.arange(nodes, dtype=jnp.int32)[None] - 300, 0)
+    # What lies behind a slot's length must not matter.
+    behind = jnp.arange(rows)[None, :, None, None] >= lengths[:, None, None, None]
+    cache = [jnp.where(behind, jnp.nan, layer).astype(dtype) for layer in cache]
+    for prefix_start in (None, start):
+        results = [
+            jax.jit(tree_attention, static_argnames=("scale", "implementation"))(
+                query,
+                *cache,
+                *tree,
+                lengths,
+                visible,
+                prefix_start=prefix_start,
+                scale=128**-0.5,
+                implementation=implementation,
+            ).astype(jnp.float32)
+            for implementation in ("pallas", "xla")
+        ]
+        error = jnp.linalg.norm(results[0] - results[1]) / jnp.linalg.norm(results[1])
+        assert float(error) < (5e-3 if dtype == jnp.bfloat16 else 1e-5)
+
+
+@pytest.mark.parametrize("spine", [False, True])
+@pytest.mark.parametrize("budget", [16, 63, 255])
+def test_build_is_its_definition(budget, spine):
+    rng = np.random.default_rng(budget)
+    # Quarters: scores tie often.
+    log_prob = -np.sort(rng.integers(0, 24, (4, 15, min(budget, 64))), axis=-1) / 4.0
+    log_prob = jnp.array(log_prob, jnp.float32)
+    kernel, definition = (
+        tree_build(log_prob, budget=budget, spine=spine, implementation=implementation)
+        for implementation in ("pallas", "xla")
+    )
+    for ours, theirs in zip(kernel, definition, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("nodes", [16, 64, 257])
+def test_accept_is_its_definition(nodes):
+    rng = np.random.default_rng(nodes)
+    parent, _, _ = random_tree(rng, 16, nodes)
+    # Tokens distinct among siblings: the node's own index, folded.
+    token = np.broadcast_to(np.arange(nodes, dtype=np.int32), parent.shape)
+    wanted = np.array(
+        [
+            [rng.choice(np.flatnonzero(row == node)) if (row == node).any() else -5
+             for node in range(nodes)]
+            for row in parent
+        ],
+        np.int32,
+    )  # fmt: skip
+    arguments = [jnp.array(x) for x in (token, parent, np.ones(parent.shape, bool), wanted)]
+    kernel, definition = (
+        tree_accept(*arguments, max_depth=15, implementation=implementation)
+        for implementation in ("pallas", "xla")
+    )
+    assert int(definition.count.max()) > 3
+    for ours, theirs in zip(kernel, definition, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+PROMPTS = ["def fibonacci(n):\n", "import os\n\n\ndef walk(folder):\n", "class Stack:\n"]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_all_methods_give_one_text_in_float32(temperature):
+    params = SamplingParams(max_tokens=64, temperature=temperature, seed=3, top_p=0.95)
+    texts = [
+        [o.token_ids for o in LLM(method=method, dtype="float32").generate(PROMPTS, params)]
+        for method in ("autoregressive", "dflash", "ddtree")
+    ]
+    assert texts[0] == texts[1] == texts[2]
