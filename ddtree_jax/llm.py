@@ -139,7 +139,7 @@ class LLM:
             spine=spine,
             implementation=kernels,
         )
-        self._tokenizer = _load_tokenizer(folder)
+        self.tokenizer = _load_tokenizer(folder)
         self._seed, self._request_count = seed, 0
         self._engine = Engine(
             load_target(folder, jnp.dtype(dtype)),
@@ -199,17 +199,17 @@ class LLM:
     ) -> list[int]:
         """Token ids of a conversation that the model is to answer."""
         require(
-            self._tokenizer is not None and self._tokenizer.chat_template is not None,
+            self.tokenizer is not None and self.tokenizer.chat_template is not None,
             "`messages` needs a tokenizer with a chat template; this target has none. "
             "Use `generate` with plain prompts",
         )
-        text = self._tokenizer.apply_chat_template(
+        text = self.tokenizer.apply_chat_template(
             list(messages),
             tokenize=False,
             add_generation_prompt=True,
             enable_thinking=enable_thinking,
         )
-        return self._tokenizer.encode(text, add_special_tokens=False)
+        return self.tokenizer.encode(text, add_special_tokens=False)
 
     def _run(self, prompts, sampling_params) -> Iterator[StreamEvent]:
         # Checked here and not in the generator below, so that errors come at the call.
@@ -230,7 +230,7 @@ class LLM:
             f"`sampling_params` must be one or one a prompt: got {len(params)} for "
             f"{len(prompts)} prompts",
         )
-        decode = None if self._tokenizer is None else self._decode
+        decode = None if self.tokenizer is None else self.decode
         entries = []
         for prompt, one in zip(prompts, params, strict=True):
             require(
@@ -256,13 +256,14 @@ class LLM:
             )
             return [int(token) for token in prompt]
         require(
-            self._tokenizer is not None,
+            self.tokenizer is not None,
             "`prompts` holds text, but this target has no tokenizer; give token ids",
         )
-        return self._tokenizer.encode(prompt)
+        return self.tokenizer.encode(prompt)
 
-    def _decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=True)
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of token ids, special tokens left out."""
+        return self.tokenizer.decode(ids, skip_special_tokens=True)
 
     def _events(self, entries: list[_Continuation]) -> Iterator[StreamEvent]:
         numbers: dict[int, int] = {}

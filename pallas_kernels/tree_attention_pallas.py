@@ -76,6 +76,12 @@ def _spread(vector: jax.Array, shape: tuple[int, int], axis: int) -> jax.Array:
     return jax.lax.broadcast_in_dim(vector, shape, (axis,))
 
 
+def _dot(left: jax.Array, right: jax.Array, **transposed: bool) -> jax.Array:
+    """Matrix product with a float32 result; float32 inputs are not rounded to TF32."""
+    exact = jax.lax.Precision.HIGHEST if left.dtype == jnp.float32 else None
+    return pltriton.dot(left, right, precision=exact, **transposed)
+
+
 def _row_index(tile: jax.Array, shape: tuple[int, int], group: int) -> tuple[jax.Array, ...]:
     """Node, head within the group and head dim of each entry of a row tile."""
     row = tile * shape[0] + jax.lax.iota(jnp.int32, shape[0])
@@ -119,14 +125,14 @@ def _attention_kernel(
     def attend(state, keys, values, seen):
         """One step of the online softmax over a block of keys."""
         top, total, acc = state
-        scores = jnp.where(seen, pltriton.dot(query, keys, trans_b=True) * scale, _MASKED)
+        scores = jnp.where(seen, _dot(query, keys, trans_b=True) * scale, _MASKED)
         new_top = jnp.maximum(top, jnp.max(scores, axis=1))
         # Without the second mask a row that has seen nothing yet would give each key weight 1.
         weight = jnp.where(seen, jnp.exp(scores - _spread(new_top, score_shape, 0)), 0.0)
         decay = jnp.exp(top - new_top)
         total = total * decay + jnp.sum(weight, axis=1)
         acc = acc * _spread(decay, acc.shape, 0)
-        return new_top, total, acc + pltriton.dot(weight.astype(values.dtype), values)
+        return new_top, total, acc + _dot(weight.astype(values.dtype), values)
 
     def load_block(ref, block, bound):
         """Rows of one block, 0 from `bound` on: what lies there may be NaN or out of range."""
