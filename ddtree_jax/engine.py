@@ -75,13 +75,16 @@ class Engine:
         self._drafter, self._draft_leaves = (
             (None, ()) if drafter is None else flatten_model(drafter)
         )
-        self._state = init_state(
+        state = init_state(
             target.config,
             None if drafter is None else drafter.config,
             slots=max_slots,
             rows=max_length,
             dtype=dtype,
         )
+        # Committed to the weights' device as every later state is: else the first program that
+        # takes it would be compiled a second time.
+        self._state = jax.device_put(state, self._target_leaves[0].sharding)
         self._waiting: deque[_Request] = deque()
         self._slots: list[_Request | None] = [None] * max_slots
         self._next_number = 0

@@ -280,3 +280,17 @@ def test_requests_that_cannot_be_served_are_refused(target, drafter, prompt, par
     with pytest.raises(ValueError, match=said):
         engine.add_request(prompt, params, 0)
     assert not engine.has_unfinished
+
+
+def test_programs_are_compiled_once(target, drafter):
+    """Arrays that turn from uncommitted to committed would cost every program a second compile."""
+    plan = RoundPlan.of("autoregressive", None, budget=0, spine=False)
+    engine = Engine(
+        target, None, plan, max_slots=2, max_length=64, dtype=jnp.float32, rounds_per_dispatch=3
+    )
+    for prompts in (PROMPTS[:1], PROMPTS[:1] * 3):
+        decode(engine, prompts, SamplingParams(max_tokens=9))
+        engine.abort(0)
+    assert {kind for kind, _ in engine._programs} == {"extend", "admit", "decode"}
+    sizes = {kind: program._cache_size() for (kind, _), program in engine._programs.items()}
+    assert sizes == {"extend": 0, "admit": 1, "decode": 1}
