@@ -1,9 +1,12 @@
 """python -m ddtree_jax "prompt": generation from the shell, streamed."""
 
+import os
 import sys
 import time
+from pathlib import Path
 from typing import Annotated
 
+import jax
 import typer
 from rich.console import Console
 
@@ -21,6 +24,13 @@ def _report(output: RequestOutput, seconds: float) -> str:
         f"{count / seconds:.1f} tokens/s (compilation included), "
         f"finish reason: {output.finish_reason}"
     )
+
+
+def _keep_programs() -> None:
+    """Compiled programs outlive the process, unless the user has set a place for them."""
+    if jax.config.jax_compilation_cache_dir is None:
+        root = Path(os.environ.get("DDTREE_CACHE") or "~/.cache/ddtree_jax").expanduser()
+        jax.config.update("jax_compilation_cache_dir", str(root / "programs"))
 
 
 @app.command()
@@ -45,6 +55,7 @@ def generate(
 ) -> None:
     """Continues PROMPT. Without --target the pair that ships with the package is used."""
     console = Console(stderr=True)
+    _keep_programs()
     try:
         params = SamplingParams(
             max_tokens=max_tokens,

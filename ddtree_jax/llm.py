@@ -96,7 +96,10 @@ class LLM:
         kernels: str | None = None,
         progress: bool = True,
     ):
-        require(method in get_args(Method), f"`method` must be one of {get_args(Method)}")
+        require(
+            method in get_args(Method),
+            f"`method` must be one of {get_args(Method)}, got {method!r}",
+        )
         require(dtype in DTYPES, f"`dtype` must be one of {DTYPES}, got {dtype!r}")
         for name, value, low in (
             ("tree_budget", tree_budget, 0),

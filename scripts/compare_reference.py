@@ -32,7 +32,7 @@ def compare(recorded: dict, prompts: list[str], key: str, slots: int) -> dict:
         method=method,
         tree_budget=int(budget or 0),
         max_slots=slots,
-        max_length=1024,
+        max_length=640,
         dtype="float32",
         progress=False,
     )

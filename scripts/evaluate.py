@@ -121,7 +121,7 @@ def main(
             tree_budget=budget,
             spine=spine,
             max_slots=slots,
-            max_length=1024,
+            max_length=640,  # the longest prompt has 473 tokens
             dtype=dtype,
             progress=False,
         )

@@ -1,4 +1,4 @@
-"""The embedded pair in float32: every method, budget, batch and seed gives the target's own text."""
+"""The embedded pair in float32: any method, budget, batch and seed gives the target's own text."""
 
 import functools
 import json

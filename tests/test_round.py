@@ -4,14 +4,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from models import DRAFT, TARGET, VOCAB, greedy_continuation, logits_of, tiny_drafter, tiny_target
+from models import (
+    DRAFT,
+    TARGET,
+    VOCAB,
+    causal_attend,
+    greedy_continuation,
+    logits_of,
+    tiny_drafter,
+    tiny_target,
+)
 
 from ddtree_jax.engine import Engine
+from ddtree_jax.models.dflash import block_visible
 from ddtree_jax.round import RoundPlan
 from ddtree_jax.sampling import SamplingParams
 from ddtree_jax.stages.accept import accept
 from ddtree_jax.stages.build import build
 from ddtree_jax.stages.commit import commit, cut_at_stop
+from ddtree_jax.stages.draft import draft
 from ddtree_jax.stages.verify import verify
 
 PROMPTS = [[3, 4, 5], list(range(3, 40)), [9] * 10]
@@ -201,6 +212,110 @@ def test_sampled_text_depends_on_the_seed_alone(target, drafter):
     assert turned[::-1] == texts[0]
     other, _ = decode(engine, PROMPTS, params, seeds=[7, 8, 9])
     assert other != texts[0]
+
+
+def test_output_distribution_of_a_tree_is_the_exact_one(target, drafter):
+    """Three tokens, four choices each: the second and third come out of sampled tree walks."""
+    count, choices, temperature = 1500, 4, 1.5
+    exact = {(): 1.0}
+    for _ in range(3):
+        longer = {}
+        for path, chance in exact.items():
+            logits = logits_of(target, [*PROMPTS[0], *path])[-1].astype(np.float64)
+            best = np.argsort(-logits, kind="stable")[:choices]
+            weight = np.exp((logits[best] - logits[best[0]]) / temperature)
+            for token, share in zip(best, weight / weight.sum(), strict=True):
+                longer[*path, int(token)] = chance * share
+        exact = longer
+    params = SamplingParams(max_tokens=3, temperature=temperature, top_k=choices, ignore_eos=True)
+    engine = engine_of(target, drafter, "ddtree", budget=16)
+    drawn, accepted = decode(engine, PROMPTS[:1] * count, params, range(count))
+    assert max(accepted) > 1
+    seen = {path: 0 for path in exact}
+    for path in drawn:
+        seen[tuple(path)] += 1  # a KeyError here is a token outside of top-k
+    expected = np.array([count * exact[path] for path in exact])
+    observed = np.array([seen[path] for path in exact])
+    rare = expected < 5  # too few for the test's approximation: one cell together
+    expected = np.append(expected[~rare], expected[rare].sum())
+    observed = np.append(observed[~rare], observed[rare].sum())
+    chi_square = np.sum((observed - expected) ** 2 / np.maximum(expected, 1e-9))
+    freedom = len(expected) - 1
+    # Mean and deviation of chi-square: four deviations are one case in over 10,000; seeds fixed.
+    assert chi_square < freedom + 4 * np.sqrt(2 * freedom)
+
+
+def oracle_log_probs(target, drafter, tokens):
+    """Log-probs [J, V] of the block after tokens[-1], without any cache."""
+    context, size = tokens[:-1], DRAFT.block_size
+    positions = jnp.arange(len(context), dtype=jnp.int32)[None]
+    rows = target(jnp.array([context], jnp.int32), positions, causal_attend, DRAFT.tap_layers)
+    keys, values = drafter.context_rows(rows.features, positions)
+    place = len(context) + np.arange(size)
+
+    def attend(layer, query, key, value):
+        kind = DRAFT.attention[layer]
+        seen = np.concatenate(
+            [np.ones((size, len(context)), bool), block_visible(kind, size)], axis=1
+        )
+        if kind.window is not None:
+            seen[:, : len(context)] = place[:, None] - np.arange(len(context)) < kind.window
+        keys_all = jnp.repeat(jnp.concatenate([keys[layer], key], axis=1), 3, axis=2)
+        values_all = jnp.repeat(jnp.concatenate([values[layer], value], axis=1), 3, axis=2)
+        score = jnp.einsum("bqnh,bknh->bnqk", query, keys_all) * DRAFT.head_dim**-0.5
+        weight = jax.nn.softmax(jnp.where(seen[None, None], score, -1e30), axis=-1)
+        return jnp.einsum("bnqk,bknh->bqnh", weight, values_all)
+
+    embed = target.embed(jnp.array([[tokens[-1], DRAFT.mask_token_id]], jnp.int32))[0]
+    block = drafter.block_embeddings(embed[:1], embed[1])
+    hidden = drafter(block, jnp.array(place, jnp.int32)[None], attend)
+    return np.asarray(jax.nn.log_softmax(target.logits(hidden[:, 1:]), axis=-1))[0]
+
+
+@pytest.mark.parametrize("rounds", [0, 3])
+def test_draft_sees_all_committed_rows_within_its_windows(target, drafter, rounds):
+    """After prefill, and after rounds whose rows came through `pending`."""
+    engine = engine_of(target, drafter, "ddtree", budget=20, slots=1)
+    params = SamplingParams(max_tokens=60, ignore_eos=True)
+    number, tokens = engine.add_request(PROMPTS[1], params, 0), list(PROMPTS[1])
+    for _ in range(1 + rounds):
+        (progress,) = engine.step()
+        tokens += [token for entry in progress.rounds for token in entry.tokens]
+    state = engine._state
+    candidates, _ = draft(
+        target,
+        drafter,
+        state.draft,
+        state.pending,
+        state.root,
+        state.lengths,
+        candidate_count=VOCAB,
+        implementation=None,
+    )
+    engine.abort(number)
+    expected = oracle_log_probs(target, drafter, tokens)
+    got = np.zeros_like(expected)
+    np.put_along_axis(got, np.asarray(candidates.token)[0], candidates.log_prob[0], axis=1)
+    np.testing.assert_allclose(got, expected, atol=2e-4)
+
+
+def test_a_long_prompt_enters_in_chunks(target, drafter):
+    rng = np.random.default_rng(5)
+    prompt = rng.integers(3, VOCAB, 700).tolist()
+    plan = RoundPlan.of("ddtree", DRAFT, budget=16, spine=False)
+    engine = Engine(
+        target,
+        drafter,
+        plan,
+        max_slots=2,
+        max_length=720,
+        dtype=jnp.float32,
+        rounds_per_dispatch=4,
+    )
+    tokens, _ = decode(engine, [prompt], SamplingParams(max_tokens=4, ignore_eos=True))
+    sequence = prompt + tokens[0]
+    wanted = logits_of(target, sequence, 720).argmax(axis=-1)[len(prompt) - 1 : -1]
+    assert tokens[0] == wanted.tolist()
 
 
 def test_root_only_tree_is_autoregressive(target, drafter):
