@@ -12,10 +12,11 @@ from jax.typing import DTypeLike
 from ddtree_jax.errors import require
 from ddtree_jax.models.dflash import DFlash
 from ddtree_jax.models.qwen3 import Qwen3
-from ddtree_jax.outputs import FinishReason
+from ddtree_jax.outputs import FinishReason, RoundTrace
 from ddtree_jax.params import flatten_model
+from ddtree_jax.plan import RoundPlan
 from ddtree_jax.prefill import Admission, make_admit, make_extend, split_prompt
-from ddtree_jax.round import RoundPlan, make_decode, unpack_report
+from ddtree_jax.round import RoundRecord, make_decode, unpack_report
 from ddtree_jax.sampling import (
     MAX_STOP_TOKENS,
     SAMPLING_MODES,
@@ -28,10 +29,11 @@ from ddtree_jax.state import init_state
 
 class RoundTokens(NamedTuple):
     """Tokens of one round of one request. accepted: root and accepted nodes before any cut; 0 for
-    the first token, which prefill gives."""
+    the first token, which prefill gives. trace: None unless the engine traces."""
 
     tokens: tuple[int, ...]
     accepted: int
+    trace: RoundTrace | None = None
 
 
 class Progress(NamedTuple):
@@ -55,6 +57,7 @@ class Engine:
     """Continuous batching over `max_slots` slots of `max_length` tokens.
 
     A request waits until a slot is free; a slot is refilled as soon as its sequence ends.
+    trace: every round comes with a RoundTrace, one round a dispatch.
     """
 
     def __init__(
@@ -67,9 +70,11 @@ class Engine:
         max_length: int,
         dtype: DTypeLike,
         rounds_per_dispatch: int,
+        trace: bool = False,
     ):
         self.config, self.plan = target.config, plan
-        self.max_length, self._rounds = max_length, rounds_per_dispatch
+        self.max_length, self._trace = max_length, trace
+        self._rounds = 1 if trace else rounds_per_dispatch
         drafter = drafter if plan.drafts else None
         self._target, self._target_leaves = flatten_model(target)
         self._drafter, self._draft_leaves = (
@@ -193,14 +198,16 @@ class Engine:
             return []
         mode = max((r.params.needs for r in running), key=SAMPLING_MODES.index)
         decode = self._program("decode", mode)
-        self._state, packed = decode(self._target_leaves, self._draft_leaves, self._state)
+        self._state, packed, record = decode(self._target_leaves, self._draft_leaves, self._state)
         report = unpack_report(packed, self._rounds)
+        record = None if record is None else jax.tree.map(np.asarray, record)
         progress = []
         for slot, request in enumerate(self._slots):
             if request is None:
                 continue
+            trace = None if record is None else _trace_of(record, slot)
             rounds = tuple(
-                RoundTokens(tuple(tokens[:count].tolist()), int(accepted))
+                RoundTokens(tuple(tokens[:count].tolist()), int(accepted), trace)
                 for tokens, count, accepted in zip(
                     report.token[slot], report.count[slot], report.accepted[slot], strict=True
                 )
@@ -218,7 +225,9 @@ class Engine:
         if (kind, mode) not in self._programs:
             models = self._target, self._drafter
             if kind == "decode":
-                program = make_decode(*models, plan=self.plan, mode=mode, rounds=self._rounds)
+                program = make_decode(
+                    *models, plan=self.plan, mode=mode, rounds=self._rounds, trace=self._trace
+                )
             elif kind == "admit":
                 program = make_admit(*models, mode=mode)
             else:
@@ -229,3 +238,18 @@ class Engine:
     def wait(self) -> None:
         """Blocks until the device is idle: for timing."""
         jax.block_until_ready(self._state.lengths)
+
+
+def _trace_of(record: RoundRecord, slot: int) -> RoundTrace:
+    """One slot's entry of a record whose arrays are numpy's."""
+    tree, walk = record
+    exists = tree.valid[slot]
+    return RoundTrace(
+        token=tree.token[slot][exists],
+        parent=tree.parent[slot][exists],
+        depth=tree.depth[slot][exists],
+        log_prob=tree.log_prob[slot][exists],
+        wanted=walk.wanted[slot][exists],
+        path=tuple(walk.path[slot, : walk.count[slot]].tolist()),
+        bonus=int(walk.bonus[slot]),
+    )

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 from importlib.resources import files
-from typing import Any, Literal, get_args
+from pathlib import Path
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -11,56 +12,24 @@ from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 from transformers import AutoTokenizer
 
 from convert import ensure_converted
-from ddtree_jax import engine
 from ddtree_jax.checkpoint import load_draft, load_target, read_config
+from ddtree_jax.continuation import Continuation
 from ddtree_jax.engine import Engine
 from ddtree_jax.errors import known_arguments_only, require
-from ddtree_jax.outputs import FinishReason, RequestOutput, Stats, StreamEvent
-from ddtree_jax.round import Method, RoundPlan
+from ddtree_jax.outputs import RequestOutput, StreamEvent
+from ddtree_jax.plan import (
+    Acceptance,
+    Method,
+    RoundPlan,
+    TreeSettings,
+    TreeShape,
+    require_integer,
+    require_one_of,
+)
 from ddtree_jax.sampling import SamplingParams
-from ddtree_jax.text import TextStream
 
 Prompt = str | Sequence[int]
-DTYPES = ("auto", "bfloat16", "float32")
-
-
-class _Continuation:
-    """Collects one output: tokens up to its end, text, accepted lengths."""
-
-    def __init__(self, prompt: str | None, ids: list[int], params: SamplingParams, decode):
-        self.prompt, self.ids, self.params = prompt, ids, params
-        self.stream = None if decode is None else TextStream(decode, params.stop_strings)
-        self.token_ids: list[int] = []
-        self.accepted: list[int] = []
-        self.reason: FinishReason | None = None
-
-    def add(self, progress: engine.Progress) -> tuple[int, ...]:
-        """Takes in new rounds, up to a stop string; returns the tokens kept."""
-        before = len(self.token_ids)
-        for round_tokens in progress.rounds:
-            if round_tokens.accepted:
-                self.accepted.append(round_tokens.accepted)
-            for token in round_tokens.tokens:
-                self.token_ids.append(token)
-                if self.stream is not None and self.stream.push(token):
-                    self.reason = "stop"
-                    return tuple(self.token_ids[before:])
-        self.reason = progress.reason
-        if self.reason is not None and self.stream is not None:
-            self.stream.finish()
-            # Bytes held back until now may have completed a stop string.
-            self.reason = "stop" if self.stream.stopped else self.reason
-        return tuple(self.token_ids[before:])
-
-    def output(self) -> RequestOutput:
-        return RequestOutput(
-            prompt=self.prompt,
-            prompt_token_ids=tuple(self.ids),
-            text=None if self.stream is None else self.stream.text,
-            token_ids=tuple(self.token_ids),
-            finish_reason=self.reason,
-            stats=Stats(accepted_lengths=tuple(self.accepted)),
-        )
+Dtype = Literal["auto", "bfloat16", "float32"]
 
 
 @known_arguments_only
@@ -71,10 +40,14 @@ class LLM:
     that ships with the package. method: "autoregressive" (budget 0), "dflash" (the chain of the
     drafter's top tokens) or "ddtree". tree_budget: nodes below the root; tree_budget + 1 rows
     are verified a round. spine: the top-1 chain enters the tree first. tree_candidates: tokens
-    considered a depth, None for as many as the tree could hold. dtype: "auto" is bfloat16 on a
-    GPU and float32 on a CPU. max_slots: sequences decoded together. max_length: prompt and new
-    tokens of one sequence. seed: of requests that bring none. rounds_per_dispatch: rounds that
-    run on the device between two looks of the host.
+    considered a depth, None for as many as the tree could hold. tree_shape: "best_first",
+    "chain" or "static". tree_choices: rank paths of a static tree, such as [(0,), (0, 0), (1,)].
+    acceptance: "tree_walk", or for comparison "linear", which scans the tree depth first and so
+    keeps its first branch only. dtype: "auto" is bfloat16 on a GPU and float32 on a CPU.
+    max_slots: sequences decoded together. max_length: prompt and new tokens of one sequence.
+    seed: of requests that bring none. rounds_per_dispatch: rounds that run on the device between
+    two looks of the host. kernels: None, "pallas" or "xla". trace: outputs carry a RoundTrace a
+    round, and every round waits for the host.
 
     Raises ValueError on arguments that cannot work together, before any compute.
     """
@@ -88,70 +61,52 @@ class LLM:
         tree_budget: int = 63,
         spine: bool = False,
         tree_candidates: int | None = None,
-        dtype: Literal["auto", "bfloat16", "float32"] = "auto",
+        tree_shape: TreeShape | None = None,
+        tree_choices: str | Sequence[Sequence[int]] | None = None,
+        acceptance: Acceptance = "tree_walk",
+        dtype: Dtype = "auto",
         max_slots: int = 8,
         max_length: int = 4096,
         seed: int = 0,
         rounds_per_dispatch: int = 8,
         kernels: str | None = None,
+        trace: bool = False,
         progress: bool = True,
     ):
-        require(
-            method in get_args(Method),
-            f"`method` must be one of {get_args(Method)}, got {method!r}",
+        settings = TreeSettings(
+            method=method,
+            tree_budget=tree_budget,
+            spine=spine,
+            tree_candidates=tree_candidates,
+            tree_shape=tree_shape,
+            tree_choices=tree_choices,
+            acceptance=acceptance,
         )
-        require(dtype in DTYPES, f"`dtype` must be one of {DTYPES}, got {dtype!r}")
-        for name, value, low in (
-            ("tree_budget", tree_budget, 0),
-            ("max_slots", max_slots, 1),
-            ("max_length", max_length, 2),
-            ("rounds_per_dispatch", rounds_per_dispatch, 1),
-            ("tree_candidates", 1 if tree_candidates is None else tree_candidates, 1),
-            ("seed", seed, 0),
-        ):
-            require(
-                isinstance(value, int) and value >= low,
-                f"`{name}` must be an integer of at least {low}, got {value!r}",
-            )
-        if dtype == "auto":
-            dtype = "bfloat16" if jax.default_backend() == "gpu" else "float32"
+        require_one_of("dtype", dtype, Dtype)
+        require_integer("max_slots", max_slots, 1)
+        require_integer("max_length", max_length, 2)
+        require_integer("rounds_per_dispatch", rounds_per_dispatch, 1)
+        require_integer("seed", seed, 0)
         if target is None:
             assets = files("ddtree_jax") / "assets"
             target = str(assets / "target")
             draft = str(assets / "draft") if draft is None else draft
-        require(
-            draft is not None or method == "autoregressive",
-            f"`method` {method!r} needs `draft`: the drafter made for this target",
-        )
-        folder = ensure_converted(str(target), "target", progress=progress)
-        config, draft_config = read_config(folder), None
-        require(
-            max_length <= config.max_positions,
-            f"`max_length` ({max_length}) must not exceed the target's "
-            f"{config.max_positions} positions",
-        )
-        if method != "autoregressive":
-            draft_folder = ensure_converted(str(draft), "draft", progress=progress)
-            draft_config = read_config(draft_folder)
-            draft_config.check_fits(config)
-        plan = RoundPlan.of(
-            method,
-            draft_config,
-            budget=tree_budget,
-            candidates=tree_candidates,
-            spine=spine,
-            implementation=kernels,
+        if dtype == "auto":
+            dtype = "bfloat16" if jax.default_backend() == "gpu" else "float32"
+        self._seed, self._request_count, self._traced = seed, 0, trace
+        folder, draft_folder, plan = _prepare(
+            target, draft, settings, kernels, max_length, progress
         )
         self.tokenizer = _load_tokenizer(folder)
-        self._seed, self._request_count = seed, 0
         self._engine = Engine(
             load_target(folder, jnp.dtype(dtype)),
-            load_draft(draft_folder, jnp.dtype(dtype)) if plan.drafts else None,
+            None if draft_folder is None else load_draft(draft_folder, jnp.dtype(dtype)),
             plan,
             max_slots=max_slots,
             max_length=max_length,
             dtype=jnp.dtype(dtype),
             rounds_per_dispatch=rounds_per_dispatch,
+            trace=trace,
         )
 
     def generate(
@@ -216,11 +171,11 @@ class LLM:
 
     def _run(self, prompts, sampling_params) -> Iterator[StreamEvent]:
         # Checked here and not in the generator below, so that errors come at the call.
-        entries = self._prepare(prompts, sampling_params)
+        entries = self._entries(prompts, sampling_params)
         self._running_total = len(entries)
         return self._events(entries)
 
-    def _prepare(self, prompts, sampling_params) -> list[_Continuation]:
+    def _entries(self, prompts, sampling_params) -> list[Continuation]:
         if isinstance(prompts, str) or all(
             np.ndim(entry) == 0 and not isinstance(entry, str) for entry in prompts
         ):
@@ -244,7 +199,7 @@ class LLM:
                 decode is not None or not one.stop_strings,
                 "`stop` needs a tokenizer, and this target has none; use `stop_token_ids`",
             )
-            entry = _Continuation(
+            entry = Continuation(
                 prompt if isinstance(prompt, str) else None, self._encode(prompt), one, decode
             )
             self._engine.check_request(entry.ids, one)
@@ -268,7 +223,7 @@ class LLM:
         """Text of token ids, special tokens left out."""
         return self.tokenizer.decode(ids, skip_special_tokens=True)
 
-    def _events(self, entries: list[_Continuation]) -> Iterator[StreamEvent]:
+    def _events(self, entries: list[Continuation]) -> Iterator[StreamEvent]:
         numbers: dict[int, int] = {}
         try:
             for index, entry in enumerate(entries):
@@ -290,7 +245,7 @@ class LLM:
                         index=index,
                         text=text,
                         token_ids=tokens,
-                        output=entry.output() if done else None,
+                        output=entry.output(traced=self._traced) if done else None,
                     )
         finally:
             # A caller may stop listening: nothing of its requests may stay in a slot.
@@ -298,7 +253,35 @@ class LLM:
                 self._engine.abort(number)
 
 
-def _load_tokenizer(folder) -> Any | None:
+def _prepare(
+    target: str,
+    draft: str | None,
+    settings: TreeSettings,
+    kernels: str | None,
+    max_length: int,
+    progress: bool,
+) -> tuple[Path, Path | None, RoundPlan]:
+    """Converted folders and the plan; all checks that need no weights. No drafter, no folder."""
+    require(
+        draft is not None or not settings.drafts,
+        f"`method` {settings.method!r} needs `draft`: the drafter made for this target",
+    )
+    folder = ensure_converted(str(target), "target", progress=progress)
+    config = read_config(folder)
+    require(
+        max_length <= config.max_positions,
+        f"`max_length` ({max_length}) must not exceed the target's "
+        f"{config.max_positions} positions",
+    )
+    if not settings.drafts:
+        return folder, None, RoundPlan.of(settings, None, kernels)
+    draft_folder = ensure_converted(str(draft), "draft", progress=progress)
+    draft_config = read_config(draft_folder)
+    draft_config.check_fits(config)
+    return folder, draft_folder, RoundPlan.of(settings, draft_config, kernels)
+
+
+def _load_tokenizer(folder: Path) -> Any | None:
     if not (folder / "tokenizer.json").exists() and not (folder / "vocab.json").exists():
         return None
     return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)

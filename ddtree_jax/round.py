@@ -4,20 +4,19 @@ draft -> build -> verify -> accept -> commit
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from ddtree_jax.config import DraftConfig
 from ddtree_jax.errors import require
 from ddtree_jax.models.dflash import DFlash
 from ddtree_jax.models.qwen3 import Qwen3
 from ddtree_jax.params import Leaves, Structure
+from ddtree_jax.plan import RoundPlan
 from ddtree_jax.sampling import SamplingMode
 from ddtree_jax.stages.accept import accept
 from ddtree_jax.stages.build import build
@@ -25,59 +24,14 @@ from ddtree_jax.stages.commit import Emitted, commit
 from ddtree_jax.stages.draft import draft
 from ddtree_jax.stages.verify import verify
 from ddtree_jax.state import DecodeState
-from ddtree_jax.tree import root_only
-
-Method = Literal["autoregressive", "dflash", "ddtree"]
+from ddtree_jax.tree import Tree, Walk, root_only
 
 
-@dataclass(frozen=True, kw_only=True)
-class RoundPlan:
-    """Static shape of a round.
+class RoundRecord(NamedTuple):
+    """The inside of a round, for tracing."""
 
-    budget: nodes below the root; 0 is autoregressive decoding and runs no drafter.
-    max_depth: J, the longest path. candidate_count: M, candidates a depth; 1 is the chain.
-    spine: the top-1 chain enters the tree before any other node.
-    implementation: of the kernels; None chooses by device.
-    """
-
-    budget: int
-    max_depth: int
-    candidate_count: int
-    spine: bool
-    implementation: str | None = None
-
-    @classmethod
-    def of(
-        cls,
-        method: Method,
-        draft: DraftConfig | None,
-        *,
-        budget: int,
-        candidates: int | None = None,
-        spine: bool,
-        implementation: str | None = None,
-    ) -> "RoundPlan":
-        """The plan of a method; `candidates` None considers every token the tree could hold."""
-        if method == "autoregressive" or (method == "ddtree" and budget == 0):
-            shape = {"budget": 0, "max_depth": 0, "candidate_count": 0}
-        else:
-            require(draft is not None, f"`method` {method!r} needs a drafter: give `draft`")
-            depth = draft.depth_count
-            if method == "dflash":
-                shape = {"budget": depth, "max_depth": depth, "candidate_count": 1}
-            else:
-                count = min(candidates or budget, budget, draft.vocab_size)
-                shape = {"budget": budget, "max_depth": depth, "candidate_count": count}
-        return cls(**shape, spine=spine, implementation=implementation)
-
-    @property
-    def drafts(self) -> bool:
-        return self.budget > 0
-
-    @property
-    def width(self) -> int:
-        """Most tokens that a round emits."""
-        return self.max_depth + 1
+    tree: Tree
+    walk: Walk
 
 
 def run_round(
@@ -87,9 +41,8 @@ def run_round(
     *,
     plan: RoundPlan,
     mode: SamplingMode,
-) -> tuple[DecodeState, Emitted]:
+) -> tuple[DecodeState, Emitted, RoundRecord]:
     """One round of every active slot."""
-    kernels = {"implementation": plan.implementation}
     # A slot that does not run sees no prefix, so it costs no attention over its old one.
     lengths = jnp.where(state.active, state.lengths, 0)
     tree, tap_layers = root_only(state.root), ()
@@ -97,36 +50,14 @@ def run_round(
         tap_layers = drafter.config.tap_layers
         pending = state.pending._replace(count=jnp.where(state.active, state.pending.count, 0))
         candidates, draft_cache = draft(
-            target,
-            drafter,
-            state.draft,
-            pending,
-            state.root,
-            lengths,
-            candidate_count=plan.candidate_count,
-            **kernels,
+            target, drafter, state.draft, pending, state.root, lengths, plan
         )
         state = state._replace(draft=draft_cache)
-        tree = build(*candidates, state.root, budget=plan.budget, spine=plan.spine, **kernels)
-    verified = verify(
-        target,
-        state.target,
-        tree,
-        lengths,
-        tap_layers=tap_layers,
-        max_depth=plan.max_depth,
-        **kernels,
-    )
-    path = accept(
-        verified.logits,
-        tree,
-        lengths,
-        state.requests,
-        max_depth=plan.max_depth,
-        mode=mode,
-        **kernels,
-    )
-    return commit(state, tree, verified.rows, path)
+        tree = build(candidates, state.root, plan)
+    verified = verify(target, state.target, tree, lengths, tap_layers, plan)
+    walk = accept(verified.logits, tree, lengths, state.requests, plan, mode)
+    state, emitted = commit(state, tree, verified.rows, walk)
+    return state, emitted, RoundRecord(tree, walk)
 
 
 class Report(NamedTuple):
@@ -155,7 +86,9 @@ def unpack_report(packed: Int[Array, "B X"], rounds: int) -> Report:
     return Report(packed[:, 0] == 1, count, accepted, token.reshape(*count.shape, -1))
 
 
-DecodeProgram = Callable[[Leaves, Leaves, DecodeState], tuple[DecodeState, Int[Array, "B X"]]]
+DecodeProgram = Callable[
+    [Leaves, Leaves, DecodeState], tuple[DecodeState, Int[Array, "B X"], RoundRecord | None]
+]
 
 
 def make_decode(
@@ -165,12 +98,15 @@ def make_decode(
     plan: RoundPlan,
     mode: SamplingMode,
     rounds: int,
+    trace: bool = False,
 ) -> DecodeProgram:
     """A jitted program of up to `rounds` rounds; the state is donated.
 
     The loop leaves early when no slot is active; the host reads nothing inside. The second
     result packs all of the report into one array: [active, counts, accepted, tokens] a slot.
+    trace: the third result is the record of the one round that runs; None otherwise.
     """
+    require(rounds == 1 or not trace, f"`rounds` must be 1 to trace, got {rounds}")
 
     @partial(jax.jit, donate_argnums=(2,))
     def decode(target_leaves: Leaves, draft_leaves: Leaves, state: DecodeState):
@@ -184,12 +120,19 @@ def make_decode(
 
         def step(carry):
             index, state, packed = carry
-            state, emitted = run_round(target_model, draft_model, state, plan=plan, mode=mode)
+            state, emitted, _ = run_round(target_model, draft_model, state, plan=plan, mode=mode)
             return index + 1, state, _record(packed, emitted, index, rounds)
 
         packed = jnp.zeros((slots, 1 + rounds * (2 + plan.width)), jnp.int32)
-        carry = (jnp.int32(0), state, packed)
-        _, state, packed = jax.lax.while_loop(more, step, carry)
-        return state, packed.at[:, 0].set(state.active.astype(jnp.int32))
+        record = None
+        if trace:
+            state, emitted, record = run_round(
+                target_model, draft_model, state, plan=plan, mode=mode
+            )
+            packed = _record(packed, emitted, jnp.int32(0), rounds)
+        else:
+            carry = (jnp.int32(0), state, packed)
+            _, state, packed = jax.lax.while_loop(more, step, carry)
+        return state, packed.at[:, 0].set(state.active.astype(jnp.int32)), record
 
     return decode

@@ -8,32 +8,17 @@ autoregressive decoding of the same engine in the same run.
 
 import dataclasses
 import json
-import platform
-import subprocess
 import time
 from pathlib import Path
 from typing import Annotated
 
-import jax
 import typer
 from humaneval import problems
+from records import context, loops
 from rich.console import Console
 from rich.table import Table
 
-import ddtree_jax
 from ddtree_jax import LLM, RequestOutput, SamplingParams
-
-LONGEST_PERIOD = 40
-
-
-def loops(tokens: tuple[int, ...]) -> bool:
-    """Whether an output ends in three or more repetitions of at most 40 tokens."""
-    for period in range(1, min(LONGEST_PERIOD, len(tokens) // 3) + 1):
-        unit = tokens[-period:]
-        repeats = max(3, -(-12 // period))  # short units must repeat longer
-        if len(tokens) >= repeats * period and tokens[-repeats * period :] == unit * repeats:
-            return True
-    return False
 
 
 def parse_methods(names: list[str]) -> list[tuple[str, int, bool]]:
@@ -70,19 +55,6 @@ def summary(outputs: list[RequestOutput], seconds: float) -> dict[str, float]:
         "looping": round(sum(loops(o.token_ids) for o in outputs) / len(outputs), 4),
         "seconds": round(seconds, 3),
         "tokens_per_second": round(tokens / seconds, 1),
-    }
-
-
-def context() -> dict[str, str]:
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
-    return {
-        "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
-        "python": platform.python_version(),
-        "ddtree_jax": ddtree_jax.__version__,
-        "commit": commit.stdout.strip(),
     }
 
 

@@ -5,9 +5,19 @@ import os
 # Before jax is imported: the CUDA plugin of the test extra must stay a compiler only.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import pkgutil  # noqa: E402
+
 from jaxtyping import install_import_hook  # noqa: E402
 
-install_import_hook(["ddtree_jax", "pallas_kernels", "convert"], "beartype.beartype")
+import ddtree_jax  # noqa: E402
+
+# Modules that take a user's arguments check them themselves, and their messages are tested.
+_USERS = {"llm", "plan", "choices"}
+_CHECKED = {module.name for module in pkgutil.iter_modules(ddtree_jax.__path__)} - _USERS
+install_import_hook(
+    [*(f"ddtree_jax.{name}" for name in sorted(_CHECKED)), "pallas_kernels", "convert"],
+    "beartype.beartype",
+)
 
 import jax  # noqa: E402
 

@@ -10,13 +10,15 @@ PACKAGES = ("ddtree_jax", "pallas_kernels", "convert", "scripts", "tests")
 
 # Lower layers first: a module imports from its own layer or below.
 LAYERS = (
-    ("config", "errors", "outputs"),
+    ("config", "errors", "outputs", "choices", "plan"),
     ("models", "cache", "tree", "sampling", "topk", "params"),
     ("state", "checkpoint"),
     ("stages",),
     ("round", "prefill"),
     ("engine",),
-    ("llm", "text"),
+    ("text",),
+    ("continuation",),
+    ("llm",),
     ("__init__", "__main__"),
 )
 

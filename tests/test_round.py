@@ -1,5 +1,7 @@
 """The round on tiny random models: what a node sees, what a walk keeps, what commit leaves."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,13 +19,14 @@ from models import (
 
 from ddtree_jax.engine import Engine
 from ddtree_jax.models.dflash import block_visible
-from ddtree_jax.round import RoundPlan
+from ddtree_jax.plan import RoundPlan, TreeSettings
 from ddtree_jax.sampling import SamplingParams
 from ddtree_jax.stages.accept import accept
 from ddtree_jax.stages.build import build
 from ddtree_jax.stages.commit import commit, cut_at_stop
 from ddtree_jax.stages.draft import draft
 from ddtree_jax.stages.verify import verify
+from ddtree_jax.tree import Candidates
 
 PROMPTS = [[3, 4, 5], list(range(3, 40)), [9] * 10]
 LENGTH = 128
@@ -47,9 +50,13 @@ def expected(target):
 _ENGINES = {}
 
 
-def engine_of(target, drafter, method, *, budget=0, spine=False, slots=2):
+def plan_of(method, **settings):
+    return RoundPlan.of(TreeSettings(method=method, **settings), DRAFT)
+
+
+def engine_of(target, drafter, method, *, budget=0, spine=False, slots=2, **settings):
     """One engine a plan: it serves many requests, and its programs are compiled once."""
-    plan = RoundPlan.of(method, DRAFT, budget=budget, spine=spine)
+    plan = plan_of(method, tree_budget=budget, spine=spine, **settings)
     if (plan, slots) not in _ENGINES:
         _ENGINES[plan, slots] = Engine(
             target,
@@ -81,7 +88,7 @@ def decode(engine, prompts, params, seeds=None):
 
 
 def candidates_around(truth, rng, candidate_count):
-    """[J, M] tokens and log-probs where the wanted token sits at a random rank among others."""
+    """Candidates where the wanted token of each depth sits at a random rank among others."""
     tokens, log_prob = [], []
     for wanted in truth:
         others = rng.permutation([token for token in range(VOCAB) if token != wanted])
@@ -89,7 +96,7 @@ def candidates_around(truth, rng, candidate_count):
         row[rng.integers(0, candidate_count)] = wanted
         tokens.append(row)
         log_prob.append(np.sort(rng.uniform(-4, -0.1, candidate_count))[::-1])
-    return np.array([tokens], np.int32), np.array([log_prob], np.float32)
+    return Candidates(jnp.array([log_prob], jnp.float32), jnp.array([tokens], jnp.int32))
 
 
 @pytest.fixture(scope="module")
@@ -109,23 +116,15 @@ def state_after(engine, prompt):
 
 
 DEPTH = DRAFT.depth_count
-VERIFY = {"tap_layers": DRAFT.tap_layers, "max_depth": DEPTH, "implementation": None}
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_each_node_scores_as_its_path_alone(target, prefilled, seed):
     rng = np.random.default_rng(seed)
-    root = prefilled.root
-    token, log_prob = candidates_around(rng.integers(0, VOCAB, DEPTH), rng, 3)
-    tree = build(
-        jnp.array(log_prob),
-        jnp.array(token),
-        root,
-        budget=20,
-        spine=False,
-        implementation=None,
-    )
-    verified = verify(target, prefilled.target, tree, prefilled.lengths, **VERIFY)
+    candidates = candidates_around(rng.integers(0, VOCAB, DEPTH), rng, 3)
+    plan = plan_of("ddtree", tree_budget=20)
+    tree = build(candidates, prefilled.root, plan)
+    verified = verify(target, prefilled.target, tree, prefilled.lengths, DRAFT.tap_layers, plan)
     tokens, parents = np.asarray(tree.token)[0], np.asarray(tree.parent)[0]
     assert tree.valid.all()
     for node in range(tokens.size):
@@ -142,30 +141,16 @@ def test_branches_are_followed_and_their_rows_committed(target, drafter, prefill
     rng = np.random.default_rng(7)
     truth = greedy_continuation(target, PROMPTS[1], 31)
     state, emitted = prefilled, [int(prefilled.root[0])]
+    plan = plan_of("ddtree", tree_budget=120)
     assert emitted == truth[:1]
     lengths = []
     while len(emitted) + DEPTH < len(truth):
         ahead = truth[len(emitted) : len(emitted) + DEPTH]
-        token, log_prob = candidates_around(ahead, rng, 3)
-        tree = build(
-            jnp.array(log_prob),
-            jnp.array(token),
-            state.root,
-            budget=120,
-            spine=False,
-            implementation=None,
-        )
-        verified = verify(target, state.target, tree, state.lengths, **VERIFY)
-        path = accept(
-            verified.logits,
-            tree,
-            state.lengths,
-            state.requests,
-            max_depth=DEPTH,
-            mode="greedy",
-            implementation=None,
-        )
-        state, round_tokens = commit(state, tree, verified.rows, path)
+        candidates = candidates_around(ahead, rng, 3)
+        tree = build(candidates, state.root, plan)
+        verified = verify(target, state.target, tree, state.lengths, DRAFT.tap_layers, plan)
+        walk = accept(verified.logits, tree, state.lengths, state.requests, plan, "greedy")
+        state, round_tokens = commit(state, tree, verified.rows, walk)
         count = int(round_tokens.count[0])
         emitted += np.asarray(round_tokens.token)[0, :count].tolist()
         lengths.append(int(round_tokens.accepted[0]))
@@ -289,8 +274,7 @@ def test_draft_sees_all_committed_rows_within_its_windows(target, drafter, round
         state.pending,
         state.root,
         state.lengths,
-        candidate_count=VOCAB,
-        implementation=None,
+        dataclasses.replace(engine.plan, candidate_count=VOCAB),
     )
     engine.abort(number)
     expected = oracle_log_probs(target, drafter, tokens)
@@ -302,7 +286,7 @@ def test_draft_sees_all_committed_rows_within_its_windows(target, drafter, round
 def test_a_long_prompt_enters_in_chunks(target, drafter):
     rng = np.random.default_rng(5)
     prompt = rng.integers(3, VOCAB, 700).tolist()
-    plan = RoundPlan.of("ddtree", DRAFT, budget=16, spine=False)
+    plan = plan_of("ddtree", tree_budget=16)
     engine = Engine(
         target,
         drafter,
@@ -319,15 +303,15 @@ def test_a_long_prompt_enters_in_chunks(target, drafter):
 
 
 def test_root_only_tree_is_autoregressive(target, drafter):
-    plan = RoundPlan.of("ddtree", DRAFT, budget=0, spine=False)
-    assert plan == RoundPlan.of("autoregressive", None, budget=63, spine=False)
+    autoregressive = RoundPlan.of(TreeSettings(method="autoregressive"), None)
+    assert plan_of("ddtree", tree_budget=0) == autoregressive
 
 
 def test_one_candidate_is_the_chain(target, drafter):
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     chain = decode(engine_of(target, drafter, "dflash"), PROMPTS, params)
-    plan = RoundPlan.of("ddtree", DRAFT, budget=DEPTH, candidates=1, spine=False)
-    assert plan == RoundPlan.of("dflash", DRAFT, budget=63, spine=False)
+    plan = plan_of("ddtree", tree_budget=DEPTH, tree_candidates=1)
+    assert plan == plan_of("dflash") == plan_of("ddtree", tree_shape="chain")
     assert decode(engine_of(target, drafter, "dflash"), PROMPTS, params) == chain
 
 
@@ -399,7 +383,7 @@ def test_requests_that_cannot_be_served_are_refused(target, drafter, prompt, par
 
 def test_programs_are_compiled_once(target, drafter):
     """Arrays that turn from uncommitted to committed would cost every program a second compile."""
-    plan = RoundPlan.of("autoregressive", None, budget=0, spine=False)
+    plan = plan_of("autoregressive")
     engine = Engine(
         target, None, plan, max_slots=2, max_length=64, dtype=jnp.float32, rounds_per_dispatch=3
     )

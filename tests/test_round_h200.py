@@ -16,7 +16,8 @@ from ddtree_jax.config import AttentionKind, DraftConfig, RopeConfig, TargetConf
 from ddtree_jax.models.dflash import DFlash
 from ddtree_jax.models.qwen3 import Qwen3
 from ddtree_jax.params import flatten_model
-from ddtree_jax.round import RoundPlan, make_decode
+from ddtree_jax.plan import RoundPlan, TreeSettings
+from ddtree_jax.round import make_decode
 from ddtree_jax.state import init_state
 
 SHAPE = {
@@ -65,7 +66,7 @@ def round_8b(tmp_path_factory):
     state = jax.eval_shape(
         lambda: init_state(TARGET, DRAFT, slots=1, rows=ROWS, dtype=jnp.bfloat16)
     )
-    plan = RoundPlan.of("ddtree", DRAFT, budget=63, spine=False, implementation="pallas")
+    plan = RoundPlan.of(TreeSettings(tree_budget=63), DRAFT, "pallas")
     decode = make_decode(target, draft, plan=plan, mode="greedy", rounds=8)
     with aot.h200():
         lowered = decode.lower(target_leaves, draft_leaves, abstract(state))

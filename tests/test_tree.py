@@ -31,6 +31,7 @@ def test_mask_is_the_ancestors_and_self(case):
         jnp.array([parent], jnp.int32),
         jnp.array([depth], jnp.int32),
         jnp.array(valid)[None],
+        jnp.zeros((1, NODES), jnp.float32),
     )
     expected = np.eye(NODES, dtype=bool)
     for node in range(NODES):

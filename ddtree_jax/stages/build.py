@@ -1,34 +1,74 @@
-"""Build: the most likely continuations of the root, as a tree under a node budget."""
+"""Build: the next tokens that are worth a row of the target's pass, as a tree."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+import numpy as np
+from jaxtyping import Array, Int
 
-from ddtree_jax.tree import Tree
+from ddtree_jax.choices import Choices
+from ddtree_jax.plan import RoundPlan
+from ddtree_jax.tree import Candidates, Tree, depth_first
 from pallas_kernels import tree_build
 
 
-def build(
-    log_prob: Float[Array, "B J M"],
-    token: Int[Array, "B J M"],
-    root: Int[Array, " B"],
-    *,
-    budget: int,
-    spine: bool,
-    implementation: str | None,
-) -> Tree:
-    """Best-first tree of `budget` nodes below the root; with one candidate a depth, the chain.
+def build(candidates: Candidates, root: Int[Array, " B"], plan: RoundPlan) -> Tree:
+    """The tree of `plan`: best first under the budget (with one candidate a depth, the chain), or
+    static. Depth first for the linear rule, which reads nodes in order.
 
     Source: DDTree, arXiv 2604.12989, algorithm 1.
     """
-    shape = tree_build(log_prob, budget=budget, spine=spine, implementation=implementation)
-    depth_index = jnp.maximum(shape.depth - 1, 0)
-    rank_index = jnp.maximum(shape.rank, 0)
-    slot = jnp.arange(root.shape[0], dtype=jnp.int32)[:, None]
-    node_token = token[slot, depth_index, rank_index]
-    is_root = shape.depth == 0
-    return Tree(
-        token=jnp.where(is_root, root[:, None], node_token),
+    if plan.choices is not None:
+        return _static(candidates, root, plan.choices)
+    shape = tree_build(
+        candidates.log_prob,
+        budget=plan.budget,
+        spine=plan.spine,
+        implementation=plan.implementation,
+    )
+    tree = Tree(
+        token=_tokens(candidates.token, root, shape.depth, shape.rank),
         parent=shape.parent,
         depth=shape.depth,
         valid=shape.valid,
+        log_prob=shape.score,
+    )
+    return depth_first(tree, plan.max_depth) if plan.acceptance == "linear" else tree
+
+
+def _tokens(
+    token: Int[Array, "B J M"],
+    root: Int[Array, " B"],
+    depth: Int[Array, "B T"],
+    rank: Int[Array, "B T"],
+) -> Int[Array, "B T"]:
+    slot = jnp.arange(root.shape[0], dtype=jnp.int32)[:, None]
+    drafted = token[slot, jnp.maximum(depth - 1, 0), jnp.maximum(rank, 0)]
+    return jnp.where(depth == 0, root[:, None], drafted)
+
+
+def _static(candidates: Candidates, root: Int[Array, " B"], choices: Choices) -> Tree:
+    """The same shape every round: node n + 1 is the rank path choices[n]."""
+    index = {path: number for number, path in enumerate([(), *choices])}
+    nodes = list(index)
+    parent = np.array([-1, *(index[path[:-1]] for path in nodes[1:])], np.int32)
+    depth = np.array([len(path) for path in nodes], np.int32)
+    rank = np.array([-1, *(path[-1] for path in nodes[1:])], np.int32)
+    slots = root.shape[0]
+
+    def spread(x: np.ndarray) -> Array:
+        return jnp.broadcast_to(jnp.asarray(x)[None], (slots, len(nodes)))
+
+    log_prob = np.zeros((len(nodes), max(depth)), np.int32) - 1
+    for number, path in enumerate(nodes):
+        log_prob[number, : len(path)] = path
+    step = jnp.asarray(log_prob)
+    along = jnp.take_along_axis(
+        candidates.log_prob[:, : step.shape[1]], jnp.maximum(step, 0).T[None], axis=2
+    )
+    path_log_prob = jnp.sum(jnp.where(step.T[None] >= 0, along, 0.0), axis=1)
+    return Tree(
+        token=_tokens(candidates.token, root, spread(depth), spread(rank)),
+        parent=spread(parent),
+        depth=spread(depth),
+        valid=jnp.ones((slots, len(nodes)), bool),
+        log_prob=path_log_prob,
     )

@@ -8,8 +8,7 @@ from jaxtyping import Array, Bool, Int
 from ddtree_jax.cache import row_index, write_rows
 from ddtree_jax.models.qwen3 import TargetRows
 from ddtree_jax.state import DecodeState, Pending
-from ddtree_jax.tree import Tree
-from pallas_kernels.tree_accept import TreePath
+from ddtree_jax.tree import Tree, Walk
 
 
 class Emitted(NamedTuple):
@@ -40,13 +39,16 @@ def cut_at_stop(
 
 
 def commit(
-    state: DecodeState, tree: Tree, rows: TargetRows, path: TreePath
+    state: DecodeState,
+    tree: Tree,
+    rows: TargetRows,
+    walk: Walk,
 ) -> tuple[DecodeState, Emitted]:
     """Compacts the accepted path behind each slot's prefix; inactive slots stay as they are."""
     active = state.active
-    width = path.path.shape[1]
-    node = jnp.maximum(path.path, 0)
-    accepted = jnp.where(active, path.count, 0)
+    width = walk.path.shape[1]
+    node = jnp.maximum(walk.path, 0)
+    accepted = jnp.where(active, walk.count, 0)
 
     def along_path(x: Array) -> Array:
         index = node.reshape(*node.shape, *(1,) * (x.ndim - 2))
@@ -62,8 +64,8 @@ def commit(
     # Emitted are the path without its root, which went out a round earlier, then the bonus.
     place = jnp.arange(width, dtype=jnp.int32)[None, :]
     after_root = jnp.pad(along_path(tree.token)[:, 1:], ((0, 0), (0, 1)))
-    token = jnp.where(place == accepted[:, None] - 1, path.bonus[:, None], after_root)
-    count, ends = cut_at_stop(token, accepted, state.stop_tokens, state.remaining)
+    token = jnp.where(place == accepted[:, None] - 1, walk.bonus[:, None], after_root)
+    emitted, ends = cut_at_stop(token, accepted, state.stop_tokens, state.remaining)
     pending = state.pending
     if pending is not None:
         features = along_path(rows.features)
@@ -75,8 +77,8 @@ def commit(
         target=cache,
         pending=pending,
         lengths=state.lengths + accepted,
-        root=jnp.where(active, path.bonus, state.root),
+        root=jnp.where(active, walk.bonus, state.root),
         active=active & ~ends,
-        remaining=state.remaining - count,
+        remaining=state.remaining - emitted,
     )
-    return state, Emitted(token, count, accepted)
+    return state, Emitted(token, emitted, accepted)

@@ -1,25 +1,18 @@
 """Draft: one pass of the drafter gives the most likely tokens of each of the next J positions."""
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from ddtree_jax.cache import KVCache, row_index, write_layer
 from ddtree_jax.config import AttentionKind
 from ddtree_jax.models.dflash import DFlash, block_visible
 from ddtree_jax.models.qwen3 import Qwen3
+from ddtree_jax.plan import RoundPlan
 from ddtree_jax.state import Pending
 from ddtree_jax.topk import top_k
+from ddtree_jax.tree import Candidates
 from pallas_kernels import tree_attention
-
-
-class Candidates(NamedTuple):
-    """The M most likely tokens of each depth with their log-probabilities, descending."""
-
-    log_prob: Float[Array, "B J M"]
-    token: Int[Array, "B J M"]
 
 
 def _window_start(kind: AttentionKind, positions: Int[Array, "B R"]) -> Int[Array, "B R"] | None:
@@ -34,9 +27,7 @@ def draft(
     pending: Pending,
     root: Int[Array, " B"],
     lengths: Int[Array, " B"],
-    *,
-    candidate_count: int,
-    implementation: str | None,
+    plan: RoundPlan,
 ) -> tuple[Candidates, KVCache]:
     """Takes in the rows committed last, then predicts the J positions after the root.
 
@@ -66,7 +57,7 @@ def draft(
             jnp.broadcast_to(visible, (slots, *visible.shape[1:])),
             prefix_start=_window_start(kind, block_positions),
             scale=config.head_dim**-0.5,
-            implementation=implementation,
+            implementation=plan.implementation,
         )
 
     mask = target.embed(jnp.full((1, 1), config.mask_token_id, jnp.int32))[0, 0]
@@ -74,7 +65,7 @@ def draft(
     context = drafter.project_context(pending.features)
     hidden = drafter(block, positions, attend, context)
     logits = target.logits(hidden[:, 1:])
-    value, token = top_k(logits, candidate_count)
+    value, token = top_k(logits, plan.candidate_count)
     log_prob = value - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     cache = KVCache(tuple(keys), tuple(values))
     return Candidates(log_prob, token.astype(jnp.int32)), cache

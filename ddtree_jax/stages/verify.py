@@ -7,6 +7,7 @@ from jaxtyping import Array, Float, Int
 
 from ddtree_jax.cache import KVCache
 from ddtree_jax.models.qwen3 import Qwen3, TargetRows
+from ddtree_jax.plan import RoundPlan
 from ddtree_jax.tree import Tree, ancestor_mask
 from pallas_kernels import tree_attention
 
@@ -23,16 +24,14 @@ def verify(
     cache: KVCache,
     tree: Tree,
     lengths: Int[Array, " B"],
-    *,
     tap_layers: tuple[int, ...],
-    max_depth: int,
-    implementation: str | None,
+    plan: RoundPlan,
 ) -> Verified:
     """Every node sees the committed prefix, its ancestors and itself, at position length + depth.
 
     Padding nodes run at depth 0 and nothing sees them. The cache is only read.
     """
-    visible = ancestor_mask(tree, max_depth)
+    visible = ancestor_mask(tree, plan.max_depth)
 
     def attend(layer: int, query: Array, key: Array, value: Array) -> Array:
         return tree_attention(
@@ -44,7 +43,7 @@ def verify(
             lengths,
             visible,
             scale=target.config.head_dim**-0.5,
-            implementation=implementation,
+            implementation=plan.implementation,
         )
 
     token = jnp.maximum(tree.token, 0)
