@@ -219,9 +219,15 @@ class LLM:
         )
         return self.tokenizer.encode(prompt)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids, special tokens left out."""
-        return self.tokenizer.decode(ids, skip_special_tokens=True)
+    def most_tokens(self, rounds: int) -> int:
+        """Tokens after which an output has surely run `rounds` rounds, unless it ended."""
+        return 1 + rounds * self._engine.plan.width
+
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """Text of token ids; special tokens show only if asked for. Ids without a tokenizer."""
+        if self.tokenizer is None:
+            return " ".join(str(token) for token in ids)
+        return self.tokenizer.decode(ids, skip_special_tokens=not special)
 
     def _events(self, entries: list[Continuation]) -> Iterator[StreamEvent]:
         numbers: dict[int, int] = {}

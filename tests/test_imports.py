@@ -18,7 +18,7 @@ LAYERS = (
     ("engine",),
     ("text",),
     ("continuation",),
-    ("llm",),
+    ("llm", "explain"),
     ("__init__", "__main__"),
 )
 

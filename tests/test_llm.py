@@ -1,10 +1,13 @@
 """LLM: what a user passes in and gets back, on tiny checkpoints and on the embedded pair."""
 
+import io
+
 import numpy as np
 import pytest
 import tiny
+from rich.console import Console
 
-from ddtree_jax import LLM, SamplingParams
+from ddtree_jax import LLM, SamplingParams, explain
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +35,11 @@ def untokenized(folders):
 def llm():
     """The embedded pair."""
     return LLM(tree_budget=15, max_slots=2, max_length=256, progress=False)
+
+
+@pytest.fixture(scope="module")
+def traced():
+    return LLM(tree_budget=15, max_slots=1, max_length=256, progress=False, trace=True)
 
 
 def test_token_prompts_without_a_tokenizer(untokenized):
@@ -115,12 +123,11 @@ def test_an_abandoned_stream_leaves_nothing_behind(llm):
 
 
 def test_seeds_of_requests_without_one(llm):
-    params = SamplingParams(max_tokens=12, temperature=1.0)
-    first = llm.generate(["x = ", "x = "], params)
-    assert first[0].token_ids != first[1].token_ids
-    again = LLM(tree_budget=15, max_slots=2, max_length=256, progress=False)
-    fresh = LLM(tree_budget=15, max_slots=2, max_length=256, progress=False)
-    assert again.generate("x = ", params) == fresh.generate("x = ", params)
+    fresh = LLM(tree_budget=15, max_slots=2, max_length=256, seed=5, progress=False)
+    drawn = fresh.generate(["x = ", "x = "], SamplingParams(max_tokens=12, temperature=1.0))
+    assert drawn[0].token_ids != drawn[1].token_ids
+    named = [SamplingParams(max_tokens=12, temperature=1.0, seed=seed) for seed in (5, 6)]
+    assert llm.generate(["x = ", "x = "], named) == drawn
 
 
 @pytest.mark.parametrize(
@@ -163,6 +170,42 @@ def test_prompts_that_cannot_be_served_are_refused(untokenized, llm):
             untokenized.generate(prompts, params)
     with pytest.raises(ValueError, match="chat template"):
         llm.chat([{"role": "user", "content": "hello"}])
+
+
+def test_trace_tells_each_round(llm, traced):
+    params = SamplingParams(max_tokens=30)
+    plain = llm.generate("def fib(n):", params)[0]
+    assert plain.trace is None
+    output = traced.generate("def fib(n):", params)[0]
+    assert output.token_ids == plain.token_ids
+    # Rounds after the last one needed may run in a dispatch of several, never in a traced one.
+    assert len(output.trace) == output.stats.rounds
+    tokens = [output.token_ids[0]]
+    for entry, accepted in zip(output.trace, output.stats.accepted_lengths, strict=True):
+        assert entry.token[0] == tokens[-1]
+        assert len(entry.path) == accepted
+        assert (entry.parent[1:] < np.arange(1, len(entry.token))).all()
+        assert (np.diff(entry.log_prob[list(entry.path)]) <= 1e-6).all()
+        tokens += [int(entry.token[node]) for node in entry.path[1:]] + [entry.bonus]
+        for node, after in zip(entry.path, (*entry.path[1:], None), strict=True):
+            chosen = entry.bonus if after is None else entry.token[after]
+            assert entry.wanted[node] == chosen
+    assert tuple(tokens[: len(output.token_ids)]) == output.token_ids
+
+
+def test_a_round_is_shown_as_text_and_json(traced):
+    output = traced.generate("def fib(n):", SamplingParams(max_tokens=30))[0]
+    entry = output.trace[0]
+    shown = explain.describe(entry, traced.decode)
+    assert [node["accepted"] for node in shown["nodes"]] == [
+        number in entry.path for number in range(16)
+    ]
+    assert shown["wanted"] == traced.decode([entry.bonus])
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(explain.render(entry, traced.decode, "a title"))
+    text = console.export_text()
+    assert "a title" in text and f"target wanted {shown['wanted']!r}" in text
+    assert text.count("\n") == len(entry.token) + 2
 
 
 def test_chat_goes_through_the_template(llm, monkeypatch):

@@ -165,30 +165,33 @@ def test_branches_are_followed_and_their_rows_committed(target, drafter, prefill
         np.testing.assert_allclose(kept[:, :size], new[:, :size], atol=1e-4)
 
 
+FIVE = ((0,), (0, 0), (0, 1), (1,), (1, 0))
 PLANS = [
-    ("autoregressive", 0, False),
-    ("dflash", 0, False),
-    ("ddtree", 4, False),
-    ("ddtree", 16, False),
-    ("ddtree", 16, True),
+    {"method": "autoregressive"},
+    {"method": "dflash"},
+    {"method": "ddtree", "budget": 4},
+    {"method": "ddtree", "budget": 16},
+    {"method": "ddtree", "budget": 16, "spine": True},
+    {"method": "ddtree", "budget": 16, "acceptance": "linear"},
+    {"method": "ddtree", "tree_choices": FIVE},
 ]
 
 
-@pytest.mark.parametrize(("method", "budget", "spine"), PLANS)
-def test_every_method_gives_the_greedy_text(target, drafter, expected, method, budget, spine):
-    engine = engine_of(target, drafter, method, budget=budget, spine=spine)
+@pytest.mark.parametrize("plan", PLANS)
+def test_every_method_gives_the_greedy_text(target, drafter, expected, plan):
+    engine = engine_of(target, drafter, **plan)
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     tokens, accepted = decode(engine, PROMPTS, params)
     assert tokens == expected
-    if method == "autoregressive":
+    if plan["method"] == "autoregressive":
         assert set(accepted) == {1}
 
 
 def test_sampled_text_depends_on_the_seed_alone(target, drafter):
     params = SamplingParams(max_tokens=40, temperature=1.2, top_k=30, top_p=0.95, ignore_eos=True)
     texts = [
-        decode(engine_of(target, drafter, method, budget=budget, spine=spine), PROMPTS, params)[0]
-        for method, budget, spine in (PLANS[0], PLANS[3])
+        decode(engine_of(target, drafter, **plan), PROMPTS, params)[0]
+        for plan in (PLANS[0], PLANS[3])
     ]
     assert texts[0] == texts[1]
     # Another order, other batch mates, other slots.

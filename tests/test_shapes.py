@@ -3,6 +3,7 @@
 import itertools
 
 import jax.numpy as jnp
+import linear_trap
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -149,6 +150,28 @@ def test_both_rules_over_all_target_choices_of_the_five_node_tree():
         longer += int(walked.count[case]) > int(scanned.count[case])
         assert int(walked.count[case]) >= int(scanned.count[case])
     assert longer > 0
+
+
+@pytest.mark.parametrize("wanted", [(1,), (0, 1), (0, 0), (1, 0), (0,), ()])
+def test_the_trap_s_steps_are_what_the_rules_do(wanted):
+    """scripts/linear_trap.py tells the rules in words; the counts must be the kernels'."""
+    tokens = {path: 10 + number for number, path in enumerate([(), *FIVE])}
+    parents = [-1, *(([(), *FIVE]).index(path[:-1]) for path in FIVE)]
+    choices = [
+        tokens[wanted[: len(path) + 1]]
+        if wanted[: len(path)] == path and len(wanted) > len(path)
+        else 99
+        for path in tokens
+    ]
+    ids = list(tokens.values())
+    assert linear_trap.walk_steps(wanted)[1] == len(walk_in_python(ids, parents, choices)[0]) - 1
+    assert linear_trap.scan_steps(wanted)[1] == len(scan_in_python(ids, parents, choices)[0]) - 1
+
+
+def test_the_static_default_is_a_tree_of_sixty():
+    chosen = linear_trap.static_tree(60, 6)
+    assert len(parse_choices(chosen)) == 60
+    assert max(len(path) for path in chosen) <= 6
 
 
 @settings(deadline=None, derandomize=True, max_examples=40)

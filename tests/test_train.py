@@ -7,28 +7,26 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import accept
+import corpus
+import functions
+import hf_export
+import humaneval
 import jax
 import jax.numpy as jnp
+import muon
 import numpy as np
 import pytest
+import train_drafter
+import train_target
+import training
 from flax import nnx
+from generate import generate, left_padded
+from own_texts import Texts
+
+from ddtree_jax.models.dflash import DFlash
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
-sys.path.insert(0, str(SCRIPTS))
-
-import accept  # noqa: E402
-import corpus  # noqa: E402
-import functions  # noqa: E402
-import hf_export  # noqa: E402
-import humaneval  # noqa: E402
-import muon  # noqa: E402
-import train_drafter  # noqa: E402
-import train_target  # noqa: E402
-import training  # noqa: E402
-from generate import generate, left_padded  # noqa: E402
-from own_texts import Texts  # noqa: E402
-
-from ddtree_jax.models.dflash import DFlash  # noqa: E402
 
 
 def _target(seed: int = 0):
