@@ -65,6 +65,7 @@ def budget_figure(results: Results, contexts: list[tuple]) -> Figure | None:
     bottom.set_xscale("log", base=2)
     bottom.set_xticks(sorted(budgets), [str(budget) for budget in sorted(budgets)])
     bottom.xaxis.set_minor_locator(NullLocator())
+    bottom.set_xlim(min(budgets) / 1.3, max(budgets) * 1.3)
     for axes in (top, bottom):
         axes.set_ylim(bottom=0)
         axes.yaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 5, 10], min_n_ticks=3))
@@ -98,21 +99,23 @@ def acceptance_figure(results: Results, contexts: list[tuple]) -> Figure | None:
             pairs.append((setting(context, "temperature"), chain, tree))
     if not pairs:
         return None
+    most = max(n for _, *both in pairs for result in both for n in result.accepted)
+    lengths = range(1, most + 1)
     figure, rows = panels(len(pairs), 1.25)
     for axes, (temperature, chain, tree) in zip(rows, pairs, strict=True):
-        most = max(*chain.accepted, *tree.accepted)
-        for offset, result, color in ((-0.2, chain, ORANGE), (0.2, tree, BLUE)):
-            counts, label = result.accepted, "chain" if result is chain else tree_label(tree)
-            share = [counts[n] / counts.total() for n in range(1, most + 1)]
-            x = [n + offset for n in range(1, most + 1)]
-            axes.bar(x, share, 0.4, color=color, label=f"{label}, τ = {result.tau:.2f}")
-        axes.set_title(f"T = {temperature:g}", loc="left", pad=3)
+        parts = (("chain", chain, -0.2, ORANGE), ("fastest tree", tree, 0.2, BLUE))
+        for label, result, offset, color in parts:
+            counts = result.accepted
+            share = [counts[n] / counts.total() for n in lengths]
+            axes.bar([n + offset for n in lengths], share, 0.4, color=color, label=label)
+        title = f"T = {temperature:g}: chain τ = {chain.tau:.2f}; {tree_label(tree)}"
+        axes.set_title(f"{title}, τ = {tree.tau:.2f}", loc="left", pad=3, size=7)
         axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-        axes.set_xticks(range(1, most + 1, -(-most // 16)))
+        axes.set_xticks(lengths[:: -(-most // 16)])
         axes.set_ylabel("share of rounds")
         axes.grid(axis="x", visible=False)
-        axes.legend(loc="upper center")
     rows[-1].set_xlabel("tokens committed in a round")
+    legend(figure, rows[0], 2)
     return figure
 
 

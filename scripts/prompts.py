@@ -168,8 +168,8 @@ def _from_hub(name: str, source: Source) -> list[Prompt]:
         import datasets
     except ImportError as error:
         raise ValueError(
-            f"`prompts` {name!r} comes through the package `datasets`, which is not installed: "
-            f"pip install datasets, {OWN_FILE}"
+            f"`prompts` {name!r} comes through the package `datasets`, which cannot be imported "
+            f"({error}): pip install datasets, {OWN_FILE}"
         ) from error
     where, extra = (source.path, *([source.config] if source.config else [])), {}
     if source.file is not None:

@@ -195,7 +195,7 @@ def main(
         out.parent.mkdir(parents=True, exist_ok=True)
         added = sweep(cells, sets, out, console=console)
     except (ValueError, OSError) as error:
-        console.print(f"error: {error}", style="bold red", highlight=False, markup=False)
+        console.print(f"error: {error}", style="bold red", markup=False, soft_wrap=True)
         raise typer.Exit(1) from error
     console.print(f"{added} new lines in {out}: {len(cells)} cells", highlight=False)
 

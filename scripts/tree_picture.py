@@ -74,7 +74,8 @@ def tree_figure(data: dict[str, Any]) -> Figure:
         height = ROW * len(rows) + HEAD
         figure = Figure(figsize=(COLUMN, height))
         axes = figure.add_axes((0.02, 0.0, 0.96, 1 - HEAD / height))
-        deepest = max(node["depth"] for node in nodes) + 1
+        # A shallow tree keeps the step of a deep one: labels stay beside their nodes.
+        deepest = max(12, *(node["depth"] + 1 for node in nodes))
         axes.set(xlim=(-0.5, deepest * 1.38 + 2.5), ylim=(len(rows) - 0.4, -0.9))
         axes.axis("off")
         for index in sorted(order, key=lambda i: i in path):  # the path lies on top

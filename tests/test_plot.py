@@ -2,21 +2,16 @@
 
 import json
 import struct
-import sys
 from pathlib import Path
 
+import plot
 import pytest
+import table
+import tree_picture
+import typer
+from cells import Grid
+from records import Results
 from typer.testing import CliRunner
-
-SCRIPTS = Path(__file__).parent.parent / "scripts"
-sys.path.insert(0, str(SCRIPTS))
-
-import plot  # noqa: E402
-import table  # noqa: E402
-import tree_picture  # noqa: E402
-import typer  # noqa: E402
-from cells import Grid  # noqa: E402
-from records import Results  # noqa: E402
 
 # method, budget -> accepted lengths and seconds of both prompts; each has 30 tokens.
 MEASURED = {

@@ -10,16 +10,14 @@ from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
 
+import prompts as prompt_sets
 import pytest
+import records
+import sweep
+from cells import Grid
+from prompts import load_prompts
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
-sys.path.insert(0, str(SCRIPTS))
-
-import prompts as prompt_sets  # noqa: E402
-import records  # noqa: E402
-import sweep  # noqa: E402
-from cells import Grid  # noqa: E402
-from prompts import load_prompts  # noqa: E402
 
 TEXTS = ["def add(a, b):\n", "import os\n\n\ndef size(path):\n"]
 
