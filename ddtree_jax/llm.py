@@ -1,5 +1,6 @@
 """LLM: text in, text out. Tokenizer, loading, stop strings; the engine does the rest."""
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -15,6 +16,7 @@ from convert import ensure_converted
 from ddtree_jax.checkpoint import load_draft, load_target, read_config
 from ddtree_jax.continuation import Continuation
 from ddtree_jax.engine import Engine
+from ddtree_jax.engine import Progress as RequestProgress
 from ddtree_jax.errors import known_arguments_only, require
 from ddtree_jax.outputs import RequestOutput, StreamEvent
 from ddtree_jax.plan import (
@@ -30,6 +32,7 @@ from ddtree_jax.sampling import SamplingParams
 
 Prompt = str | Sequence[int]
 Dtype = Literal["auto", "bfloat16", "float32"]
+Kernels = Literal[None, "pallas", "xla"]
 
 
 @known_arguments_only
@@ -69,7 +72,7 @@ class LLM:
         max_length: int = 4096,
         seed: int = 0,
         rounds_per_dispatch: int = 8,
-        kernels: str | None = None,
+        kernels: Kernels = None,
         trace: bool = False,
         progress: bool = True,
     ):
@@ -87,6 +90,7 @@ class LLM:
         require_integer("max_length", max_length, 2)
         require_integer("rounds_per_dispatch", rounds_per_dispatch, 1)
         require_integer("seed", seed, 0)
+        require_one_of("kernels", kernels, Kernels)
         if target is None:
             assets = files("ddtree_jax") / "assets"
             target = str(assets / "target")
@@ -94,6 +98,7 @@ class LLM:
         if dtype == "auto":
             dtype = "bfloat16" if jax.default_backend() == "gpu" else "float32"
         self._seed, self._request_count, self._traced = seed, 0, trace
+        self._inbox: dict[int, deque[RequestProgress]] = {}
         folder, draft_folder, plan = _prepare(
             target, draft, settings, kernels, max_length, progress
         )
@@ -121,23 +126,28 @@ class LLM:
         prompts: texts or token ids. sampling_params: one for all, or one for each.
         Raises ValueError, before any compute, if any prompt or setting cannot be served.
         """
+        entries = self._entries(prompts, sampling_params)
         outputs: dict[int, RequestOutput] = {}
         columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns, disable=not progress) as bar:
-            task = bar.add_task("sequences", total=None)
-            for event in self._run(prompts, sampling_params):
+            task = bar.add_task("sequences", total=len(entries))
+            for event in self._events(entries):
                 if event.output is not None:
                     outputs[event.index] = event.output
-                bar.update(task, completed=len(outputs), total=self._running_total)
-        return [outputs[index] for index in range(len(outputs))]
+                bar.update(task, completed=len(outputs))
+        return [outputs[index] for index in range(len(entries))]
 
     def stream(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Iterator[StreamEvent]:
-        """As `generate`, but yields increments as they come, of all prompts mixed."""
-        return self._run(prompts, sampling_params)
+        """As `generate`, but yields increments as they come, of all prompts mixed.
+
+        Several streams may be read side by side; they share the slots.
+        """
+        # Checked here and not in the generator, so that errors come at the call.
+        return self._events(self._entries(prompts, sampling_params))
 
     def chat(
         self,
@@ -168,12 +178,6 @@ class LLM:
             enable_thinking=enable_thinking,
         )
         return self.tokenizer.encode(text, add_special_tokens=False)
-
-    def _run(self, prompts, sampling_params) -> Iterator[StreamEvent]:
-        # Checked here and not in the generator below, so that errors come at the call.
-        entries = self._entries(prompts, sampling_params)
-        self._running_total = len(entries)
-        return self._events(entries)
 
     def _entries(self, prompts, sampling_params) -> list[Continuation]:
         if isinstance(prompts, str) or all(
@@ -230,33 +234,51 @@ class LLM:
         return self.tokenizer.decode(ids, skip_special_tokens=not special)
 
     def _events(self, entries: list[Continuation]) -> Iterator[StreamEvent]:
-        numbers: dict[int, int] = {}
+        numbers: list[int] = []
         try:
-            for index, entry in enumerate(entries):
-                seed = entry.params.seed
-                if seed is None:
-                    seed = (self._seed + self._request_count) % 2**32
-                self._request_count += 1
-                numbers[self._engine.add_request(entry.ids, entry.params, seed)] = index
-            while self._engine.has_unfinished:
-                for progress in self._engine.step():
-                    index = numbers[progress.request]
-                    entry = entries[index]
-                    tokens = entry.add(progress)
-                    done = entry.reason is not None
-                    if done:
-                        self._engine.abort(progress.request)
-                    text = None if entry.stream is None else entry.stream.take(all=done)
-                    yield StreamEvent(
-                        index=index,
-                        text=text,
-                        token_ids=tokens,
-                        output=entry.output(traced=self._traced) if done else None,
-                    )
+            for entry in entries:
+                numbers.append(
+                    self._engine.add_request(entry.ids, entry.params, self._seed_of(entry))
+                )
+                self._inbox[numbers[-1]] = deque()
+            unfinished = dict(zip(numbers, range(len(entries)), strict=True))
+            while unfinished:
+                for number, index in list(unfinished.items()):
+                    while number in unfinished and self._inbox[number]:
+                        event = self._event(index, entries[index], self._inbox[number].popleft())
+                        if event.output is not None:
+                            del unfinished[number]
+                            self._engine.abort(number)
+                        yield event
+                if unfinished and not any(self._inbox[number] for number in unfinished):
+                    self._step()
         finally:
             # A caller may stop listening: nothing of its requests may stay in a slot.
             for number in numbers:
                 self._engine.abort(number)
+                self._inbox.pop(number, None)
+
+    def _step(self) -> None:
+        """Runs the engine once and hands what it brought to whoever asked for it."""
+        for progress in self._engine.step():
+            self._inbox[progress.request].append(progress)
+
+    def _event(self, index: int, entry: Continuation, progress: RequestProgress) -> StreamEvent:
+        tokens = entry.add(progress)
+        done = entry.reason is not None
+        return StreamEvent(
+            index=index,
+            text=None if entry.stream is None else entry.stream.take(all=done),
+            token_ids=tokens,
+            output=entry.output(traced=self._traced) if done else None,
+        )
+
+    def _seed_of(self, entry: Continuation) -> int:
+        """A request's seed: its own, or the next of this LLM's sequence."""
+        self._request_count += 1
+        if entry.params.seed is not None:
+            return entry.params.seed
+        return (self._seed + self._request_count - 1) % 2**32
 
 
 def _prepare(

@@ -122,6 +122,17 @@ def test_an_abandoned_stream_leaves_nothing_behind(llm):
     assert llm.generate(["a = 1\n", "b = 2\n"], params) == expected
 
 
+def test_streams_side_by_side_share_the_slots(llm):
+    params = SamplingParams(max_tokens=30)
+    expected = llm.generate(["a = 1\n", "b = 2\n", "c = 3\n"], params)
+    first = llm.stream(["a = 1\n", "b = 2\n"], params)
+    found = [next(first)]
+    between = llm.generate("c = 3\n", params)  # needs a slot that the stream holds
+    found += list(first)
+    outputs = {event.index: event.output for event in found if event.output is not None}
+    assert [outputs[0], outputs[1], *between] == expected
+
+
 def test_seeds_of_requests_without_one(llm):
     fresh = LLM(tree_budget=15, max_slots=2, max_length=256, seed=5, progress=False)
     drawn = fresh.generate(["x = ", "x = "], SamplingParams(max_tokens=12, temperature=1.0))
@@ -138,6 +149,7 @@ def test_seeds_of_requests_without_one(llm):
         ({"dtype": "float16"}, "`dtype`"),
         ({"tree_budget": -1}, "`tree_budget`"),
         ({"max_slots": 0}, "`max_slots`"),
+        ({"kernels": "cuda"}, "`kernels`"),
         ({"max_length": 10**6}, "`max_length`"),
         ({"target": "no/such/folder", "draft": "x"}, "no/such/folder"),
     ],
