@@ -17,10 +17,10 @@ import muon
 import numpy as np
 import training
 import typer
-from accept import simulate
 from generate import causal_visible, left_padded, positions_of
 from humaneval import problems
 from own_texts import Sizes, Texts, make_generate, own_texts
+from replay import simulate
 from train_target import start_corpus, versions
 from training import MASKED, TrainedQwen3, head, product
 

@@ -7,7 +7,6 @@ import sys
 from functools import partial
 from pathlib import Path
 
-import accept
 import corpus
 import functions
 import hf_export
@@ -17,6 +16,7 @@ import jax.numpy as jnp
 import muon
 import numpy as np
 import pytest
+import replay
 import train_drafter
 import train_target
 import training
@@ -228,9 +228,9 @@ def test_replayed_rounds():
     tokens[4, :, 0] = [9, 5, 1]
     logs = np.log(np.broadcast_to(np.asarray([0.6, 0.3]), (6, 3, 2)))
     # Chain: 5 then a wrong 1: two tokens; then 7, 8 one a round.
-    assert accept.simulate(text, logs, tokens, 0) == (4, 3)
+    assert replay.simulate(text, logs, tokens, 0) == (4, 3)
     # Tree: the second candidate 6 is in it, and so is 7 behind it.
-    assert accept.simulate(text, logs, tokens, 14) == (4, 1)
+    assert replay.simulate(text, logs, tokens, 14) == (4, 1)
 
 
 def test_rate_follows_the_clock():
