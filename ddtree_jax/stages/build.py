@@ -57,18 +57,17 @@ def _static(candidates: Candidates, root: Int[Array, " B"], choices: Choices) ->
     def spread(x: np.ndarray) -> Array:
         return jnp.broadcast_to(jnp.asarray(x)[None], (slots, len(nodes)))
 
-    log_prob = np.zeros((len(nodes), max(depth)), np.int32) - 1
+    # [J', T]: the rank that each node's path takes at each depth, -1 past its end.
+    steps = np.full((max(depth), len(nodes)), -1, np.int32)
     for number, path in enumerate(nodes):
-        log_prob[number, : len(path)] = path
-    step = jnp.asarray(log_prob)
+        steps[: len(path), number] = path
     along = jnp.take_along_axis(
-        candidates.log_prob[:, : step.shape[1]], jnp.maximum(step, 0).T[None], axis=2
+        candidates.log_prob[:, : steps.shape[0]], jnp.asarray(steps).clip(0)[None], axis=2
     )
-    path_log_prob = jnp.sum(jnp.where(step.T[None] >= 0, along, 0.0), axis=1)
     return Tree(
         token=_tokens(candidates.token, root, spread(depth), spread(rank)),
         parent=spread(parent),
         depth=spread(depth),
         valid=jnp.ones((slots, len(nodes)), bool),
-        log_prob=path_log_prob,
+        log_prob=jnp.sum(jnp.where(jnp.asarray(steps)[None] >= 0, along, 0.0), axis=1),
     )
