@@ -235,10 +235,6 @@ class Engine:
             self._programs[kind, mode] = program
         return self._programs[kind, mode]
 
-    def wait(self) -> None:
-        """Blocks until the device is idle: for timing."""
-        jax.block_until_ready(self._state.lengths)
-
 
 def _trace_of(record: RoundRecord, slot: int) -> RoundTrace:
     """One slot's entry of a record whose arrays are numpy's."""
