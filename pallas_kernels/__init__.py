@@ -1,6 +1,10 @@
 """Kernels of the decoding round: each op is a public function with a plain jnp definition and a
 Pallas GPU kernel beside it. The package knows no model: it sees arrays only."""
 
+from pallas_kernels.add_norm import add_norm as add_norm
+from pallas_kernels.gated_matmul import gated_matmul as gated_matmul
+from pallas_kernels.rotate_heads import rotate_heads as rotate_heads
+from pallas_kernels.skinny_matmul import skinny_matmul as skinny_matmul
 from pallas_kernels.tree_accept import tree_accept as tree_accept
 from pallas_kernels.tree_attention import tree_attention as tree_attention
 from pallas_kernels.tree_build import tree_build as tree_build

@@ -63,7 +63,7 @@ def draft(
     mask = target.embed(jnp.full((1, 1), config.mask_token_id, jnp.int32))[0, 0]
     block = drafter.block_embeddings(target.embed(root[:, None])[:, 0], mask)
     context = drafter.project_context(pending.features)
-    hidden = drafter(block, positions, attend, context)
+    hidden = drafter(block, positions, attend, context, plan.implementation)
     logits = target.logits(hidden[:, 1:])
     value, token = top_k(logits, plan.candidate_count)
     log_prob = value - jax.nn.logsumexp(logits, axis=-1, keepdims=True)

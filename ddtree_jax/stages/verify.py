@@ -47,5 +47,6 @@ def verify(
         )
 
     token = jnp.maximum(tree.token, 0)
-    rows = target(token, lengths[:, None] + tree.depth, attend, tap_layers)
+    positions = lengths[:, None] + tree.depth
+    rows = target(token, positions, attend, tap_layers, plan.implementation)
     return Verified(target.logits(rows.hidden), rows)
