@@ -1,6 +1,7 @@
 """Kernels of the decoding round: each op is a public function with a plain jnp definition and a
 Pallas GPU kernel beside it. The package knows no model: it sees arrays only."""
 
+from pallas_kernels.topk_logsumexp import topk_logsumexp as topk_logsumexp
 from pallas_kernels.tree_accept import tree_accept as tree_accept
 from pallas_kernels.tree_attention import tree_attention as tree_attention
 from pallas_kernels.tree_build import tree_build as tree_build
