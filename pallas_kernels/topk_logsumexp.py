@@ -22,7 +22,7 @@ def topk_logsumexp(
     """Reads each row once, and sorts no more than a few groups of it.
 
     Args:
-      logits: NaN counts as -inf, -0 as 0.
+      logits: NaN counts as -inf; -0 and subnormal numbers as 0.
       k: entries wanted of each row, 1 to V.
       implementation: None, "xla" or "pallas", see `dispatch.choose`. Values and tokens are
         bit-identical; log-sum-exp is equal up to the order of summation.
@@ -48,10 +48,15 @@ def definition(
     logits: Float32[Array, "B R V"], *, k: int
 ) -> tuple[Float32[Array, "B R k"], Int32[Array, "B R k"], Float32[Array, "B R"]]:
     """The meaning of `topk_logsumexp` in plain jnp."""
-    logits = jnp.where(jnp.isnan(logits), -jnp.inf, logits)
-    logits = jnp.where(logits == 0.0, 0.0, logits)  # backends differ in how they order -0 and 0
+    logits = usable(logits)
     value, token = _top_k(logits, k)
     return value, token, jax.nn.logsumexp(logits, axis=-1)
+
+
+def usable(logits: Float32[Array, "B R V"]) -> Float32[Array, "B R V"]:
+    """Logits that every backend orders alike: some tell -0 from 0, some flush subnormals."""
+    logits = jnp.where(jnp.abs(logits) < jnp.finfo(jnp.float32).tiny, 0.0, logits)
+    return jnp.where(jnp.isnan(logits), -jnp.inf, logits)
 
 
 def _top_k(logits: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:

@@ -24,6 +24,7 @@ _MOST_K = 1024
 _MOST_LANES = 16384  # what 1024 threads hold beside their temporaries
 _ROW_LANES = 8192  # rows up to here are taken in one launch
 _PAIRS = 16384  # pairs compared in one step of the ranking
+_SMALLEST = 2.0**-126  # of the normal numbers
 _MASK = 2**31 - 1
 _ABSENT = -(2**31)  # below every key
 
@@ -57,21 +58,20 @@ class Config:
 
 def default_config(columns: int, k: int) -> Config:
     """A sound choice from shapes alone."""
-    if dispatch.lanes_for(columns) <= _ROW_LANES:
-        group = kept = 1
-    else:
-        # One group is enough for k = 1, which takes no register array but one group's.
-        kept = dispatch.next_power_of_two(k)
+    kept = dispatch.next_power_of_two(k)
 
-        def lanes(group: int) -> int:
-            return dispatch.lanes_for(dispatch.ceil_div(columns, group)) + kept * group
+    def lanes(group: int) -> int:
+        """Of both register arrays: the maxima, and the groups that are read again."""
+        return dispatch.lanes_for(dispatch.ceil_div(columns, group)) + kept * group
 
-        group = min((128, 64, 32, 16), key=lanes)
+    one_launch = dispatch.lanes_for(columns) <= _ROW_LANES
+    group = 1 if one_launch else min((128, 64, 32, 16), key=lanes)
     # Slack ends the search early; beyond 256 entries the pairs cost more than it saves.
     ranked = max(dispatch.next_power_of_two(k), min(256, dispatch.lanes_for(2 * k)))
     config = Config(group=group, chunk=4096, groups_kept=kept, ranked=ranked)
     longest = config.lanes(columns)
-    warps = 4 if longest <= 2048 else 8 if longest <= 8192 else 32  # these do not spill
+    # No spills up to k = 256; up to 52 words a thread beyond.
+    warps = 4 if longest <= 2048 else 8 if longest <= 8192 else 32
     return dataclasses.replace(config, select_warps=warps)
 
 
@@ -90,8 +90,9 @@ def _spread(vector: jax.Array, shape: tuple[int, int], axis: int) -> jax.Array:
 
 
 def _load(ref, column: jax.Array, mask: jax.Array) -> jax.Array:
-    """Logits with NaN, and what the mask hides, as -inf."""
+    """Logits as `topk_logsumexp.usable` makes them, -inf where the mask is False."""
     logits = pltriton.load(ref.at[column], mask=mask, other=-jnp.inf)
+    logits = jnp.where(jnp.abs(logits) < _SMALLEST, 0.0, logits)
     return jnp.where(mask & (logits == logits), logits, -jnp.inf)
 
 
@@ -106,8 +107,7 @@ def _flip(bits: jax.Array) -> jax.Array:
 
 
 def _key(logits: jax.Array) -> jax.Array:
-    """int32 keys in the order of the logits, -0 as 0."""
-    logits = jnp.where(logits == 0.0, 0.0, logits)
+    """int32 keys in the order of the logits."""
     return _flip(jax.lax.bitcast_convert_type(logits, jnp.int32))
 
 
@@ -213,7 +213,9 @@ def _barrier(interpret: bool) -> None:
         pltriton.debug_barrier()
 
 
-def _first_of_top(logits: jax.Array, column: jax.Array, mask: jax.Array, top: jax.Array):
+def _first_of_top(
+    logits: jax.Array, column: jax.Array, mask: jax.Array, top: jax.Array
+) -> jax.Array:
     """The lowest column whose logit is `top`."""
     return jnp.min(jnp.where(mask & (logits == top), column, _MASK))
 
@@ -285,7 +287,7 @@ def _select_kernel(
         best = _first_of_top(tops, lane, real, top)
         column = best * group + jax.lax.iota(jnp.int32, group)
         near = _load(logits_ref, column, column < columns)
-        value_ref[0] = jnp.where(top == 0.0, 0.0, top)
+        value_ref[0] = top
         token_ref[0] = _first_of_top(near, column, column < columns, top)
         return
 
@@ -325,7 +327,7 @@ def _row_kernel(
     base = _finite(top)
     logsumexp_ref[0] = base + jnp.log(jnp.sum(jnp.exp(logits - base)))
     if k == 1:
-        value_ref[0] = jnp.where(top == 0.0, 0.0, top)
+        value_ref[0] = top
         token_ref[0] = _first_of_top(logits, column, real, top)
         return
     keys = jnp.where(real, _key(logits), _ABSENT)
@@ -340,6 +342,9 @@ def topk_logsumexp(
     """Value, token [B, R, k] and log-sum-exp [B, R] as `topk_logsumexp.definition` gives them."""
     slots, depths, columns = logits.shape
     config = default_config(columns, k) if config is None else config
+    room = config.ranked if config.group == 1 else min(config.ranked, config.groups_kept)
+    if k > room:
+        raise ValueError(f"`config` has room for {room} entries, got k={k}")
     rows = slots * depths
     logits = logits.reshape(rows, columns)
     inputs = [(logits, columns)]
@@ -370,12 +375,12 @@ def topk_logsumexp(
     return value.reshape(shape), token.reshape(shape), logsumexp.reshape(shape[:2])
 
 
-def _group(logits: jax.Array, config: Config, interpret: bool) -> list[jax.Array]:
+def _group(logits: jax.Array, config: Config, interpret: bool) -> tuple[jax.Array, ...]:
     """Maxima of the groups of each row, and their sums of exponentials; padded to whole chunks."""
     rows, columns = logits.shape
     chunks = dispatch.ceil_div(columns, config.chunk)
     groups = config.chunk // config.group
-    return pl.pallas_call(
+    out = pl.pallas_call(
         functools.partial(_group_kernel, config=config),
         # Chunks fastest, so that neighbours read neighbouring memory.
         grid=(chunks, rows),
@@ -386,3 +391,4 @@ def _group(logits: jax.Array, config: Config, interpret: bool) -> list[jax.Array
         interpret=interpret,
         name="topk_logsumexp_groups",
     )(logits)
+    return tuple(out)

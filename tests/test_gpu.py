@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ddtree_jax import LLM, SamplingParams
-from pallas_kernels import tree_accept, tree_attention, tree_build
+from pallas_kernels import topk_logsumexp, tree_accept, tree_attention, tree_build
 
 pytestmark = pytest.mark.gpu
 
@@ -108,6 +108,29 @@ def test_accept_is_its_definition(nodes):
     assert int(definition.count.max()) > 3
     for ours, theirs in zip(kernel, definition, strict=True):
         np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("k", [1, 15, 63, 255])
+@pytest.mark.parametrize("slots", [1, 8])
+@pytest.mark.parametrize("columns", [4096, 151936])
+@pytest.mark.parametrize("tied", [False, True])
+def test_topk_logsumexp_is_its_definition(k, slots, columns, tied):
+    rng = np.random.default_rng(k)
+    logits = 4.0 * rng.normal(size=(slots, 15, columns)).astype(np.float32)
+    if tied:
+        logits = np.round(logits)
+        logits[0, :, 100:] = -np.inf  # with k > 100, equal -inf are selected too
+        logits[0, 0] = -np.inf
+        logits[0, 1, ::3] = np.nan
+    kernel, definition = (
+        jax.jit(topk_logsumexp, static_argnames=("k", "implementation"))(
+            jnp.array(logits), k=k, implementation=implementation
+        )
+        for implementation in ("pallas", "xla")
+    )
+    np.testing.assert_array_equal(kernel[0], definition[0])
+    np.testing.assert_array_equal(kernel[1], definition[1])
+    np.testing.assert_allclose(kernel[2], definition[2], rtol=1e-5, atol=1e-5)
 
 
 PROMPTS = ["def fibonacci(n):\n", "import os\n\n\ndef walk(folder):\n", "class Stack:\n"]

@@ -15,15 +15,15 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import shapes, tree_accept, tree_attention, tree_build
+from pallas_kernels import shapes, topk_logsumexp, tree_accept, tree_attention, tree_build
 
 TRITON_CALL = "__gpu$xla.gpu.triton"
 
 
-def compile_kernel(function, *arguments, launches=1):
+def compile_kernel(function, *arguments, launches=1, **xla_options):
     lowered = aot.lower(function, *arguments)
     assert lowered.as_text().count(TRITON_CALL) == launches
-    return aot.compile(lowered)
+    return aot.compile(lowered, **xla_options)
 
 
 def attention_arguments(shape):
@@ -103,3 +103,38 @@ def test_tree_accept_compiles():
     valid = aot.argument((shape.slots, shape.nodes), jnp.bool_)
     walk = functools.partial(tree_accept, max_depth=shape.depths)
     compile_kernel(walk, numbers, numbers, valid, numbers)
+
+
+# A row of the embedded pair's vocabulary fits one program; larger ones take two launches.
+@pytest.mark.parametrize(
+    ("name", "launches"),
+    [
+        ("qwen3_chain", 2),
+        ("qwen3_15", 2),
+        ("qwen3_16", 2),
+        ("qwen3_31", 2),
+        ("qwen3_63", 2),
+        ("qwen3_63_batch", 2),
+        ("qwen3_127", 2),
+        ("qwen3_255", 2),
+        ("embedded_chain", 1),
+        ("embedded_63", 1),
+    ],
+)
+def test_topk_logsumexp_compiles_and_spills_no_registers(name, launches):
+    shape = shapes.TOPK[name]
+    logits = aot.argument((shape.slots, shape.rows, shape.columns), jnp.float32)
+    compiled = compile_kernel(
+        functools.partial(topk_logsumexp, k=shape.k),
+        logits,
+        launches=launches,
+        xla_gpu_fail_ptx_compilation_on_register_spilling=True,
+    )
+    # The logits are read where they lie.
+    assert compiled.memory_analysis().temp_size_in_bytes < math.prod(logits.shape)
+
+
+def test_topk_logsumexp_compiles_at_its_largest():
+    shape = shapes.TOPK["qwen3_1024"]
+    logits = aot.argument((shape.slots, shape.rows, shape.columns), jnp.float32)
+    compile_kernel(functools.partial(topk_logsumexp, k=shape.k), logits, launches=2)
