@@ -5,6 +5,7 @@ from pallas_kernels.add_norm import add_norm as add_norm
 from pallas_kernels.gated_matmul import gated_matmul as gated_matmul
 from pallas_kernels.rotate_heads import rotate_heads as rotate_heads
 from pallas_kernels.skinny_matmul import skinny_matmul as skinny_matmul
+from pallas_kernels.topk_logsumexp import topk_logsumexp as topk_logsumexp
 from pallas_kernels.tree_accept import tree_accept as tree_accept
 from pallas_kernels.tree_attention import tree_attention as tree_attention
 from pallas_kernels.tree_build import tree_build as tree_build

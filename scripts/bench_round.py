@@ -13,6 +13,7 @@ import dataclasses
 import json
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Annotated
@@ -45,6 +46,13 @@ class Pair:
     draft: DraftConfig
     structures: tuple[Structure[Qwen3], Structure[DFlash]]
     leaves: tuple[Leaves, Leaves]
+
+    @classmethod
+    def abstract(cls, target: TargetConfig, draft: DraftConfig) -> "Pair":
+        """Shapes only, for compiling."""
+        made = [abstract_model(kind, config) for kind, config in ((Qwen3, target), (DFlash, draft))]
+        structures, leaves = zip(*made, strict=True)
+        return cls(target, draft, structures, leaves)
 
     @classmethod
     def random(cls, target: TargetConfig, draft: DraftConfig) -> "Pair":
@@ -164,9 +172,16 @@ def make_program(pair: Pair, cell: Cell, rounds: int, pattern: tuple[int, ...], 
     plan = cell.plan(pair.draft)
     draft_config = pair.draft if plan.drafts else None
     width = plan.width
-    state = random_state(
-        pair.target, draft_config, slots=cell.slots, rows=cell.rows, room=rounds * width
+    make_state = partial(
+        random_state,
+        pair.target,
+        draft_config,
+        slots=cell.slots,
+        rows=cell.rows,
+        room=rounds * width,
     )
+    concrete = isinstance(pair.leaves[0][0], jax.Array)
+    state = make_state() if concrete else jax.eval_shape(make_state)
     begin = time.perf_counter()
     decode = make_decode(
         pair.structures[0],
@@ -258,6 +273,20 @@ def show_kernels(console: Console, kernels: list[Kernel], rounds: int, count: in
     console.print(table)
 
 
+def table_cells(
+    slots: list[int] | None, nodes: list[int] | None, rows: list[int] | None, chain: bool
+) -> list[Cell]:
+    """All combinations, then the chain of each."""
+    cells = [
+        Cell(slot_count, node_count, row_count)
+        for row_count in rows or (2048,)
+        for slot_count in slots or (1,)
+        for node_count in nodes or (1, 16, 64, 128, 256)
+    ]
+    chains = [dataclasses.replace(cell, nodes=16, chain=True) for cell in cells] if chain else []
+    return cells + list(dict.fromkeys(chains))
+
+
 def parse_option(item: str) -> tuple[str, str | bool | int]:
     """'name=value' of an XLA compile option; the compiler wants booleans and integers as such."""
     name, equals, value = item.partition("=")
@@ -279,6 +308,9 @@ def main(
     forced_accept: Annotated[str, typer.Option(help="Nodes committed a round: 3 or 2,5,8.")] = "4",
     rounds: Annotated[int, typer.Option(help="Rounds a dispatch.")] = 16,
     repeats: Annotated[int, typer.Option(help="Dispatches timed.")] = 7,
+    compile_only: Annotated[
+        bool, typer.Option(help="Fill the compilation cache, so that cells compile side by side.")
+    ] = False,
     with_profile: Annotated[bool, typer.Option("--profile", help="Kernels by stage.")] = False,
     option: Annotated[list[str] | None, typer.Option(help="XLA option name=value.")] = None,
 ) -> None:
@@ -294,20 +326,16 @@ def main(
         )
     console = Console(width=170)
     options = dict(parse_option(item) for item in option or ())
+    cut = cut_layers(PAIRS[pair], layers)
+    if compile_only:
+        for cell in table_cells(slots, nodes, rows, chain):
+            seconds = make_program(Pair.abstract(*cut), cell, rounds, pattern, **options)[2]
+            console.print(f"{cell} compiled in {seconds:.1f} s")
+        return
     rates = measure_rates()
     console.print(f"copy {rates[0]:.3f} TB/s, bf16 product {rates[1]:.3f} PFLOP/s")
-    models = Pair.random(*cut_layers(PAIRS[pair], layers))
-    cells = [
-        Cell(slot_count, node_count, row_count)
-        for row_count in rows or (2048,)
-        for slot_count in slots or (1,)
-        for node_count in nodes or (1, 16, 64, 128, 256)
-    ]
-    if chain:
-        cells += [
-            Cell(cell.slots, 16, cell.rows, chain=True)
-            for cell in dict.fromkeys(dataclasses.replace(cell, nodes=16) for cell in cells)
-        ]
+    models = Pair.random(*cut)
+    cells = table_cells(slots, nodes, rows, chain)
     common = {
         "bench": "round",
         "pair": pair,
