@@ -13,6 +13,7 @@ from ddtree_jax.cache import KVCache, row_index, write_rows
 from ddtree_jax.models.dflash import DFlash
 from ddtree_jax.models.qwen3 import Qwen3
 from ddtree_jax.params import Leaves, Structure
+from ddtree_jax.recurrent import ChunkRecurrence
 from ddtree_jax.sampling import Requests, SamplingMode, choose_tokens
 from ddtree_jax.stages.commit import cut_at_stop
 from ddtree_jax.state import DecodeState, Pending
@@ -61,7 +62,8 @@ def _slot_cache(cache: KVCache, slot: Int[Array, " 1"]) -> KVCache:
 def _run_chunk(
     target: Qwen3, drafter: DFlash | None, state: DecodeState, chunk: Chunk
 ) -> tuple[DecodeState, Array]:
-    """Writes the chunk's rows to both caches; returns the target's hidden rows [1, P, D]."""
+    """Writes the chunk's rows to both caches and moves the recurrent state on; returns the
+    target's hidden rows [1, P, D]."""
     size = chunk.token.shape[1]
     offset = jnp.arange(size, dtype=jnp.int32)
     positions = chunk.start[:, None] + offset[None, :]
@@ -82,8 +84,14 @@ def _run_chunk(
             implementation="xla",
         )
 
-    taps = () if drafter is None else drafter.config.tap_layers
-    rows = target(chunk.token, positions, attend, taps)
+    taps, recur = () if drafter is None else drafter.config.tap_layers, None
+    if state.recurrent is not None:
+        recur = ChunkRecurrence(
+            target.config.hybrid, state.recurrent, chunk.slot, chunk.start, chunk.count, size
+        )
+    rows = target(chunk.token, positions, attend, taps, recur)
+    if recur is not None:
+        state = state._replace(recurrent=recur.take())
     index = row_index(chunk.start, chunk.count, size, state.target.keys[0].shape[1])
     state = state._replace(
         target=write_rows(state.target, rows.keys, rows.values, index, chunk.slot)

@@ -54,9 +54,9 @@ def run_round(
         )
         state = state._replace(draft=draft_cache)
         tree = build(candidates, state.root, plan)
-    verified = verify(target, state.target, tree, lengths, tap_layers, plan)
+    verified = verify(target, state.target, tree, lengths, tap_layers, plan, state.recurrent)
     walk = accept(verified.logits, tree, lengths, state.requests, plan, mode)
-    state, emitted = commit(state, tree, verified.rows, walk)
+    state, emitted = commit(state, tree, verified.rows, walk, verified.stash, plan.implementation)
     return state, emitted, RoundRecord(tree, walk)
 
 

@@ -8,6 +8,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ddtree_jax.cache import KVCache, init_cache
 from ddtree_jax.config import DraftConfig, TargetConfig
+from ddtree_jax.recurrent import RecurrentState, init_recurrent
 from ddtree_jax.sampling import MAX_STOP_TOKENS, Requests
 
 
@@ -26,10 +27,12 @@ class DecodeState(NamedTuple):
 
     lengths: rows in the caches, which is the root's position. root: last committed token, whose
     row is not in the cache. active: the slot decodes. remaining: tokens it may still emit.
-    stop_tokens: ids that end it, -1 for none. `draft` and `pending` are None without a drafter.
+    stop_tokens: ids that end it, -1 for none. `draft` and `pending` are None without a drafter,
+    `recurrent` is None for a target whose layers all attend.
     """
 
     target: KVCache
+    recurrent: RecurrentState | None
     draft: KVCache | None
     pending: Pending | None
     lengths: Int[Array, " B"]
@@ -63,8 +66,9 @@ def init_state(
         pending = Pending(jnp.zeros((slots, draft.block_size, width), dtype), zeros())
     return DecodeState(
         target=init_cache(
-            target.num_layers, slots, rows, target.num_kv_heads, target.head_dim, dtype
+            len(target.attention_layers), slots, rows, target.num_kv_heads, target.head_dim, dtype
         ),
+        recurrent=init_recurrent(target, slots, dtype),
         draft=draft_cache,
         pending=pending,
         lengths=zeros(),

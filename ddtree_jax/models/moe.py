@@ -1,0 +1,79 @@
+"""Mixture of experts in place of the MLP (Qwen3-MoE, Qwen3.5-MoE), through grouped matmuls."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from ddtree_jax.config import TargetConfig
+from ddtree_jax.models.layers import MLP, fan_in_normal, precision_of, project
+
+
+def grouped_matmul(
+    rows: Float[Array, "R I"], kernels: Float[Array, "E I O"], sizes: Int[Array, " E"]
+) -> Float[Array, "R O"]:
+    """rows sorted by expert, `sizes` of them for each, times their expert's kernel."""
+    return jax.lax.ragged_dot(rows, kernels, sizes, precision=precision_of(rows))
+
+
+class MoE(nnx.Module):
+    """Each row goes to its `chosen_count` likeliest experts; no row is ever dropped, and none
+    depends on another. A shared expert, where there is one, serves all rows behind a gate."""
+
+    def __init__(self, config: TargetConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.config = config.moe
+        hidden, experts, inner = config.hidden_size, config.moe.num_experts, config.moe.expert_size
+
+        def experts_init(rows: int, columns: int) -> Array:
+            values = jax.random.normal(rngs.params(), (experts, rows, columns)) * rows**-0.5
+            return values.astype(dtype)
+
+        self.router = nnx.Param(fan_in_normal(rngs.params(), (hidden, experts), dtype))
+        self.gate_up = nnx.Param(experts_init(hidden, 2 * inner))
+        self.down = nnx.Param(experts_init(inner, hidden))
+        if config.moe.shared_size is not None:
+            sizes = dataclasses.replace(config, intermediate_size=config.moe.shared_size)
+            self.shared = MLP(sizes, dtype=dtype, init=fan_in_normal, rngs=rngs)
+            self.shared_gate = nnx.Param(fan_in_normal(rngs.params(), (hidden, 1), dtype))
+
+    def choose(
+        self, x: Float[Array, "B R D"]
+    ) -> tuple[Float[Array, "B R chosen"], Int[Array, "B R chosen"]]:
+        """Weights, in x.dtype, and ids of each row's experts; softmax over all in float32."""
+        logits = jnp.einsum(
+            "brd,de->bre",
+            x,
+            self.router[...],
+            precision=precision_of(x),
+            preferred_element_type=jnp.float32,
+        )
+        weight, index = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), self.config.chosen_count)
+        if self.config.normalise:
+            weight = weight / jnp.sum(weight, axis=-1, keepdims=True)
+        return weight.astype(x.dtype), index.astype(jnp.int32)
+
+    def __call__(self, x: Float[Array, "B R D"]) -> Float[Array, "B R D"]:
+        slots, rows, hidden = x.shape
+        weight, index = self.choose(x)
+        expert = index.reshape(-1)
+        order = jnp.argsort(expert, stable=True)
+        sizes = jnp.sum(
+            expert[:, None] == jnp.arange(self.config.num_experts, dtype=jnp.int32)[None, :],
+            axis=0,
+            dtype=jnp.int32,
+        )
+        sent = x.reshape(-1, hidden)[order // self.config.chosen_count]
+        gate, up = jnp.split(grouped_matmul(sent, self.gate_up[...], sizes), 2, axis=-1)
+        given = grouped_matmul(jax.nn.silu(gate) * up, self.down[...], sizes)
+        # Back to the order of rows: a gather, so that the sum has one order on every device.
+        given = given[jnp.argsort(order)].reshape(slots, rows, self.config.chosen_count, hidden)
+        mixed = jnp.sum(
+            given.astype(jnp.float32) * weight[..., None].astype(jnp.float32), axis=2
+        ).astype(x.dtype)
+        if self.config.shared_size is None:
+            return mixed
+        gate = jax.nn.sigmoid(project(x, self.shared_gate[...]))
+        return mixed + gate * self.shared(x)
