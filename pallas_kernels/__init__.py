@@ -4,6 +4,7 @@ Pallas GPU kernel beside it. The package knows no model: it sees arrays only."""
 from pallas_kernels.gdn_tree import gdn_chunk as gdn_chunk
 from pallas_kernels.gdn_tree import gdn_commit as gdn_commit
 from pallas_kernels.gdn_tree import gdn_tree as gdn_tree
+from pallas_kernels.grouped_matmul import grouped_matmul as grouped_matmul
 from pallas_kernels.tree_accept import tree_accept as tree_accept
 from pallas_kernels.tree_attention import tree_attention as tree_attention
 from pallas_kernels.tree_build import tree_build as tree_build
