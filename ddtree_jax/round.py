@@ -14,6 +14,7 @@ from jaxtyping import Array, Int
 
 from ddtree_jax.errors import require
 from ddtree_jax.models.dflash import DFlash
+from ddtree_jax.models.mtp import MTP
 from ddtree_jax.models.qwen3 import Qwen3
 from ddtree_jax.params import Leaves, Structure
 from ddtree_jax.plan import RoundPlan
@@ -22,6 +23,7 @@ from ddtree_jax.stages.accept import accept
 from ddtree_jax.stages.build import build
 from ddtree_jax.stages.commit import Emitted, commit
 from ddtree_jax.stages.draft import draft
+from ddtree_jax.stages.draft_mtp import draft_mtp
 from ddtree_jax.stages.verify import verify
 from ddtree_jax.state import DecodeState
 from ddtree_jax.tree import Tree, Walk, root_only
@@ -36,7 +38,7 @@ class RoundRecord(NamedTuple):
 
 def run_round(
     target: Qwen3,
-    drafter: DFlash | None,
+    drafter: DFlash | MTP | None,
     state: DecodeState,
     *,
     plan: RoundPlan,
@@ -47,14 +49,23 @@ def run_round(
     lengths = jnp.where(state.active, state.lengths, 0)
     tree, tap_layers = root_only(state.root), ()
     if plan.drafts:
-        tap_layers = drafter.config.tap_layers
         pending = state.pending._replace(count=jnp.where(state.active, state.pending.count, 0))
-        candidates, draft_cache = draft(
-            target, drafter, state.draft, pending, state.root, lengths, plan
-        )
+        if plan.mtp:
+            candidates, draft_cache = draft_mtp(
+                target, drafter, state.draft, pending, lengths, plan
+            )
+        else:
+            tap_layers = drafter.config.tap_layers
+            candidates, draft_cache = draft(
+                target, drafter, state.draft, pending, state.root, lengths, plan
+            )
         state = state._replace(draft=draft_cache)
         tree = build(candidates, state.root, plan)
     verified = verify(target, state.target, tree, lengths, tap_layers, plan, state.recurrent)
+    if plan.mtp:
+        # What this drafter reads of a committed row.
+        rows = verified.rows._replace(features=verified.rows.hidden)
+        verified = verified._replace(rows=rows)
     walk = accept(verified.logits, tree, lengths, state.requests, plan, mode)
     state, emitted = commit(state, tree, verified.rows, walk, verified.stash, plan.implementation)
     return state, emitted, RoundRecord(tree, walk)
@@ -93,7 +104,7 @@ DecodeProgram = Callable[
 
 def make_decode(
     target: Structure[Qwen3],
-    drafter: Structure[DFlash] | None,
+    drafter: Structure[DFlash | MTP] | None,
     *,
     plan: RoundPlan,
     mode: SamplingMode,

@@ -15,10 +15,13 @@ from ddtree_jax.sampling import MAX_STOP_TOKENS, Requests
 class Pending(NamedTuple):
     """Target features of the rows committed last, which the drafter has not seen yet.
 
-    Rows 0..count of a slot sit at positions lengths - count .. lengths - 1.
+    Rows 0..count of a slot sit at positions lengths - count .. lengths - 1. For an MTP block the
+    features are hidden rows after the final norm, and `token` is what came after each; a DFlash
+    drafter does not read it.
     """
 
     features: Float[Array, "B R CD"]
+    token: Int[Array, "B R"]
     count: Int[Array, " B"]
 
 
@@ -50,8 +53,12 @@ def init_state(
     slots: int,
     rows: int,
     dtype: DTypeLike,
+    mtp_depth: int = 0,
 ) -> DecodeState:
-    """A state of empty slots with `rows` cache rows each."""
+    """A state of empty slots with `rows` cache rows each.
+
+    mtp_depth: tokens that the target's own MTP block drafts, then `draft` is None; 0 without.
+    """
 
     # One array a field: donation refuses the same buffer twice.
     def zeros() -> Array:
@@ -63,7 +70,10 @@ def init_state(
             draft.num_layers, slots, rows, draft.num_kv_heads, draft.head_dim, dtype
         )
         width = len(draft.tap_layers) * draft.hidden_size
-        pending = Pending(jnp.zeros((slots, draft.block_size, width), dtype), zeros())
+        pending = _pending(slots, draft.block_size, width, dtype)
+    elif mtp_depth > 0:
+        draft_cache = init_cache(1, slots, rows, target.num_kv_heads, target.head_dim, dtype)
+        pending = _pending(slots, mtp_depth + 1, target.hidden_size, dtype)
     return DecodeState(
         target=init_cache(
             len(target.attention_layers), slots, rows, target.num_kv_heads, target.head_dim, dtype
@@ -82,4 +92,12 @@ def init_state(
             top_k=zeros(),
             top_p=jnp.ones((slots,), jnp.float32),
         ),
+    )
+
+
+def _pending(slots: int, rows: int, width: int, dtype: DTypeLike) -> Pending:
+    return Pending(
+        jnp.zeros((slots, rows, width), dtype),
+        jnp.zeros((slots, rows), jnp.int32),
+        jnp.zeros((slots,), jnp.int32),
     )

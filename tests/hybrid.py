@@ -4,7 +4,6 @@ the plainest way to run ours."""
 import functools
 import tempfile
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,18 +13,28 @@ from models import causal_attend
 
 from convert import convert_target
 from ddtree_jax import checkpoint
+from ddtree_jax.config import HybridConfig
+from ddtree_jax.models.gdn import GdnRows, convolve
+from ddtree_jax.models.mtp import MTP
 from ddtree_jax.models.qwen3 import Qwen3
-from ddtree_jax.recurrent import TreeRecurrence, init_recurrent
-from ddtree_jax.tree import Tree
+from pallas_kernels import gdn_chunk
 
 
 @functools.cache
-def target_of(family: str, seed: int = 0) -> Qwen3:
-    """Our model of `tiny_hybrid.write_hub(family, seed)`, through the converter."""
+def _load(family: str, seed: int, load) -> Qwen3 | MTP:
+    """What `load` makes of `tiny_hybrid.write_hub(family, seed)` after conversion."""
     with tempfile.TemporaryDirectory() as name:
         source = tiny_hybrid.write_hub(Path(name) / "hf", family, seed)
         folder = convert_target(source, Path(name) / "out", progress=False)
-        return checkpoint.load_target(folder, jnp.float32)
+        return load(folder, jnp.float32)
+
+
+def target_of(family: str, seed: int = 0) -> Qwen3:
+    return _load(family, seed, checkpoint.load_target)
+
+
+def mtp_of(family: str, seed: int = 0) -> MTP:
+    return _load(family, seed, checkpoint.load_mtp)
 
 
 @functools.cache
@@ -48,31 +57,30 @@ def oracle_of(family: str, seed: int = 0):
     return oracle
 
 
-class Chain(NamedTuple):
-    """A chain of R rows after nothing, as a tree, and its mask."""
+class WholeRecurrence:
+    """The recurrence of whole sequences from their start, by the chunked form."""
 
-    tree: Tree
-    visible: jax.Array
+    def __init__(self, config: HybridConfig, slots: int, size: int):
+        self._config, self._slots, self._size = config, slots, size
 
-
-def chain(slots: int, size: int) -> Chain:
-    node = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32)[None], (slots, size))
-    tree = Tree(node, node - 1, node, node >= 0, node.astype(jnp.float32))
-    visible = jnp.broadcast_to(jnp.tril(jnp.ones((size, size), bool))[None], (slots, size, size))
-    return Chain(tree, visible)
+    def __call__(self, number: int, rows: GdnRows) -> jax.Array:
+        config, slots, size = self._config, self._slots, self._size
+        width = config.conv_width
+        place = np.arange(size)[:, None] + width - 1 - np.arange(width)[None, :]
+        window = jnp.broadcast_to(jnp.asarray(place, jnp.int32)[None], (slots, size, width))
+        before = jnp.zeros((slots, width - 1, config.conv_channels), rows.mixed.dtype)
+        heads = convolve(config, rows, before, window)
+        shape = (slots, config.num_value_heads, config.key_dim, config.value_dim)
+        count = jnp.full((slots,), size, jnp.int32)
+        zeros = jnp.zeros(shape, jnp.float32)
+        return gdn_chunk(*heads, rows.log_decay, rows.beta, zeros, count)[0]
 
 
 def run_whole(target: Qwen3, tokens: jax.Array, taps: tuple[int, ...] = ()):
-    """TargetRows of whole sequences in one pass, without a cache."""
-    recur, size = None, tokens.shape[1]
-    if target.config.hybrid is not None:
-        state = init_recurrent(target.config, tokens.shape[0], jnp.float32)
-        recur = TreeRecurrence(
-            target.config.hybrid,
-            state,
-            *chain(*tokens.shape),
-            max_depth=size - 1,
-            implementation="xla",
-        )
-    positions = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32)[None], tokens.shape)
+    """TargetRows of whole sequences, of up to 64 tokens, in one pass without a cache."""
+    hybrid, recur = target.config.hybrid, None
+    if hybrid is not None:
+        recur = WholeRecurrence(hybrid, *tokens.shape)
+    place = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    positions = jnp.broadcast_to(place, tokens.shape)
     return target(tokens, positions, causal_attend, taps, recur)

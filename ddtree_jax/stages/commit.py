@@ -77,6 +77,7 @@ def commit(
         features = along_path(rows.features)
         pending = Pending(
             jnp.where(active[:, None, None], features, pending.features),
+            jnp.where(active[:, None], token, pending.token),
             jnp.where(active, accepted, pending.count),
         )
     state = state._replace(
