@@ -42,16 +42,16 @@ class LLM:
     target, draft: Hugging Face id, Hugging Face folder or converted folder; both None is the pair
     that ships with the package. method: "autoregressive" (budget 0), "mtp" (the chain of
     mtp_tokens tokens that the target's own MTP block drafts; `draft` is not used), "dflash" (the
-    chain of the drafter's top tokens) or "ddtree". tree_budget: nodes below the root;
-    tree_budget + 1 rows are verified a round. spine: the top-1 chain enters the tree first.
-    tree_candidates: tokens considered a depth, None for as many as the tree could hold.
-    tree_shape: "best_first", "chain" or "static". tree_choices: rank paths of a static tree, such
-    as [(0,), (0, 0), (1,)]. acceptance: "tree_walk", or for comparison "linear", which scans the tree depth first and so
+    chain of the drafter's top tokens) or "ddtree". tree_budget: nodes below the root; tree_budget
+    + 1 rows are verified a round. spine: the top-1 chain enters the tree first. tree_candidates:
+    tokens considered a depth, None for as many as the tree could hold. tree_shape: "best_first",
+    "chain" or "static". tree_choices: rank paths of a static tree, such as [(0,), (0, 0), (1,)].
+    acceptance: "tree_walk", or for comparison "linear", which scans the tree depth first and so
     keeps its first branch only. dtype: "auto" is bfloat16 on a GPU and float32 on a CPU.
-    max_slots: sequences decoded together. max_length: prompt and new tokens of one sequence.
-    seed: of requests that bring none. rounds_per_dispatch: rounds that run on the device between
-    two looks of the host. kernels: None, "pallas" or "xla". trace: outputs carry a RoundTrace a
-    round, and every round waits for the host.
+    max_slots: sequences decoded together. max_length: prompt and new tokens of one sequence. seed:
+    of requests that bring none. rounds_per_dispatch: rounds that run on the device between two
+    looks of the host. kernels: None, "pallas" or "xla". trace: outputs carry a RoundTrace a round,
+    and every round waits for the host.
 
     Raises ValueError on arguments that cannot work together, before any compute.
     """
