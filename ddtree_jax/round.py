@@ -27,6 +27,10 @@ from ddtree_jax.stages.draft_mtp import draft_mtp
 from ddtree_jax.stages.verify import verify
 from ddtree_jax.state import DecodeState
 from ddtree_jax.tree import Tree, Walk, root_only
+from pallas_kernels import dispatch
+
+# (tree, walk, lengths [B]) -> the walk that is committed instead
+ForceWalk = Callable[[Tree, Walk, Array], Walk]
 
 
 class RoundRecord(NamedTuple):
@@ -43,31 +47,40 @@ def run_round(
     *,
     plan: RoundPlan,
     mode: SamplingMode,
+    force: ForceWalk | None = None,
 ) -> tuple[DecodeState, Emitted, RoundRecord]:
-    """One round of every active slot."""
+    """One round of every active slot. force: see `make_decode`."""
     # A slot that does not run sees no prefix, so it costs no attention over its old one.
     lengths = jnp.where(state.active, state.lengths, 0)
     tree, tap_layers = root_only(state.root), ()
+    # The scopes name every kernel's stage in a profile (scripts/bench_round.py).
     if plan.drafts:
         pending = state.pending._replace(count=jnp.where(state.active, state.pending.count, 0))
-        if plan.mtp:
-            candidates, draft_cache = draft_mtp(
-                target, drafter, state.draft, pending, lengths, plan
-            )
-        else:
-            tap_layers = drafter.config.tap_layers
-            candidates, draft_cache = draft(
-                target, drafter, state.draft, pending, state.root, lengths, plan
-            )
+        with jax.named_scope("draft"):
+            if plan.mtp:
+                candidates, draft_cache = draft_mtp(
+                    target, drafter, state.draft, pending, lengths, plan
+                )
+            else:
+                tap_layers = drafter.config.tap_layers
+                candidates, draft_cache = draft(
+                    target, drafter, state.draft, pending, state.root, lengths, plan
+                )
         state = state._replace(draft=draft_cache)
-        tree = build(candidates, state.root, plan)
-    verified = verify(target, state.target, tree, lengths, tap_layers, plan, state.recurrent)
+        with jax.named_scope("build"):
+            tree = build(candidates, state.root, plan)
+    with jax.named_scope("verify"):
+        verified = verify(target, state.target, tree, lengths, tap_layers, plan, state.recurrent)
+    rows = verified.rows
     if plan.mtp:
         # What this drafter reads of a committed row.
-        rows = verified.rows._replace(features=verified.rows.hidden)
-        verified = verified._replace(rows=rows)
-    walk = accept(verified.logits, tree, lengths, state.requests, plan, mode)
-    state, emitted = commit(state, tree, verified.rows, walk, verified.stash, plan.implementation)
+        rows = rows._replace(features=rows.hidden)
+    with jax.named_scope("accept"):
+        walk = accept(verified.logits, tree, lengths, state.requests, plan, mode)
+        if force is not None:
+            walk = force(tree, walk, lengths)
+    with jax.named_scope("commit"):
+        state, emitted = commit(state, tree, rows, walk, verified.stash, plan.implementation)
     return state, emitted, RoundRecord(tree, walk)
 
 
@@ -110,16 +123,23 @@ def make_decode(
     mode: SamplingMode,
     rounds: int,
     trace: bool = False,
+    force: ForceWalk | None = None,
 ) -> DecodeProgram:
     """A jitted program of up to `rounds` rounds; the state is donated.
 
     The loop leaves early when no slot is active; the host reads nothing inside. The second
     result packs all of the report into one array: [active, counts, accepted, tokens] a slot.
     trace: the third result is the record of the one round that runs; None otherwise.
+    force: replaces the walk, so that benchmarks commit a given number of nodes. Not lossless.
     """
     require(rounds == 1 or not trace, f"`rounds` must be 1 to trace, got {rounds}")
 
-    @partial(jax.jit, donate_argnums=(2,))
+    # In a command buffer, kernels that do not depend on each other run side by side: the commit of
+    # all layers costs about one launch.
+    options = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
+    on_gpu = dispatch.platform() == "gpu"
+
+    @partial(jax.jit, donate_argnums=(2,), compiler_options=options if on_gpu else None)
     def decode(target_leaves: Leaves, draft_leaves: Leaves, state: DecodeState):
         target_model = target.merge(target_leaves)
         draft_model = drafter.merge(draft_leaves) if plan.drafts else None
@@ -131,14 +151,16 @@ def make_decode(
 
         def step(carry):
             index, state, packed = carry
-            state, emitted, _ = run_round(target_model, draft_model, state, plan=plan, mode=mode)
+            state, emitted, _ = run_round(
+                target_model, draft_model, state, plan=plan, mode=mode, force=force
+            )
             return index + 1, state, _record(packed, emitted, index, rounds)
 
         packed = jnp.zeros((slots, 1 + rounds * (2 + plan.width)), jnp.int32)
         record = None
         if trace:
             state, emitted, record = run_round(
-                target_model, draft_model, state, plan=plan, mode=mode
+                target_model, draft_model, state, plan=plan, mode=mode, force=force
             )
             packed = _record(packed, emitted, jnp.int32(0), rounds)
         else:

@@ -6,30 +6,6 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 
 from pallas_kernels import dispatch
 
-_GROUP = 128
-
-
-def top_k(x: Float[Array, "B R V"], k: int) -> tuple[Float[Array, "B R k"], Int[Array, "B R k"]]:
-    """The k largest entries of each row, descending, ties to the lowest index.
-
-    The k largest lie in the k groups of 128 with the largest maxima, so only those are sorted:
-    `lax.top_k` over 151,936 columns sorts them all on a GPU once k exceeds 16.
-    """
-    *batch, size = x.shape
-    if size <= 2 * _GROUP * k:
-        return tuple(jax.lax.top_k(x, k))
-    count = -(-size // _GROUP)
-    padded = jnp.pad(
-        x, [(0, 0)] * len(batch) + [(0, count * _GROUP - size)], constant_values=-jnp.inf
-    )
-    groups = padded.reshape(*batch, count, _GROUP)
-    _, best = jax.lax.top_k(jnp.max(groups, axis=-1), k)
-    best = jnp.sort(best, axis=-1)  # column order, so that ties still go to the lowest index
-    near = jnp.take_along_axis(groups, best[..., None], axis=-2)
-    value, place = jax.lax.top_k(near.reshape(*batch, k * _GROUP), k)
-    group = jnp.take_along_axis(best, place // _GROUP, axis=-1)
-    return value, group * _GROUP + place % _GROUP
-
 
 def _ordered_bits(x: Float[Array, "*shape"]) -> UInt[Array, "*shape"]:
     """uint32 keys that compare as the float32 values do."""

@@ -7,6 +7,8 @@ from data.
 from typing import Literal
 
 import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import triton as pltriton
 
 Implementation = Literal["xla", "pallas"]
 
@@ -80,3 +82,23 @@ def lanes_for(size: int) -> int:
 def ceil_div(dividend: int, divisor: int) -> int:
     """Quotient rounded up, of static integers."""
     return -(-dividend // divisor)
+
+
+def divisor(size: int, most: int) -> int:
+    """Largest power of two that divides `size`, at most `most`."""
+    return min(most, size & -size)
+
+
+def precision_of(x: jax.Array) -> jax.lax.Precision | None:
+    """float32 means float32: by default a GPU would round its inputs to TF32."""
+    return jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+
+
+def dot(a: jax.Array, b: jax.Array, *, trans_b: bool = False) -> jax.Array:
+    """a @ b, or a @ b.T, inside a kernel: float32 sums, float32 inputs in full."""
+    return pltriton.dot(a, b, trans_b=trans_b, precision=precision_of(a))
+
+
+def spread(vector: jax.Array, shape: tuple[int, int], axis: int) -> jax.Array:
+    """A vector along `axis` of a matrix; interpret mode wants indices and masks in full shape."""
+    return jax.lax.broadcast_in_dim(vector, shape, (axis,))

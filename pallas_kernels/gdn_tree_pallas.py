@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels import dispatch, gdn_wy
+from pallas_kernels.dispatch import spread
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,11 +50,6 @@ def unsupported(dtype: jnp.dtype, key_dim: int, value_dim: int) -> str | None:
     return None
 
 
-def spread(vector: jax.Array, shape: tuple[int, int], axis: int) -> jax.Array:
-    """A vector along `axis` of a matrix; interpret mode wants indices and masks in full shape."""
-    return jax.lax.broadcast_in_dim(vector, shape, (axis,))
-
-
 def terms_for(x: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, ...]:
     """float32 as a sum of arrays of `dtype`: itself, or three bfloat16 of 24 bits together."""
     if dtype == jnp.float32:
@@ -67,7 +63,7 @@ def terms_for(x: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, ...]:
 
 def exact_dot(left: jax.Array, terms: tuple[jax.Array, ...], **transposed: bool) -> jax.Array:
     """left x (sum of terms) in float32, the small terms first."""
-    exact = jax.lax.Precision.HIGHEST if left.dtype == jnp.float32 else None
+    exact = dispatch.precision_of(left)
     total = None
     for term in reversed(terms):
         part = pltriton.dot(left, term, precision=exact, **transposed)

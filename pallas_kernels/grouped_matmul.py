@@ -43,8 +43,7 @@ def grouped_matmul(
     )
     if chosen == "xla":
         # On a GPU this writes every group's masked rows: use it on a CPU only.
-        exact = jax.lax.Precision.HIGHEST if rows.dtype == jnp.float32 else None
-        return jax.lax.ragged_dot(rows, kernels, sizes, precision=exact)
+        return jax.lax.ragged_dot(rows, kernels, sizes, precision=dispatch.precision_of(rows))
     return grouped_matmul_pallas.grouped_matmul(
         rows, kernels, sizes, interpret=dispatch.interpret()
     )

@@ -13,6 +13,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
+from pallas_kernels import dispatch
+from pallas_kernels.dispatch import dot, spread
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
@@ -34,13 +37,8 @@ class Config:
 def default_config(rows: int, groups: int, inner: int, outer: int, itemsize: int) -> Config:
     """A sound choice from shapes alone."""
     tile = 64 if rows > 16 * groups else 16
-    block = min(256 // itemsize, _most_divisor(inner))
-    return Config(tile_rows=tile, tile_columns=min(64, _most_divisor(outer)), block_inner=block)
-
-
-def _most_divisor(size: int) -> int:
-    """Largest power of two that divides `size`."""
-    return size & -size
+    block = dispatch.divisor(inner, 256 // itemsize)
+    return Config(tile_rows=tile, tile_columns=dispatch.divisor(outer, 64), block_inner=block)
 
 
 def unsupported(dtype: jnp.dtype, inner: int, outer: int) -> str | None:
@@ -65,14 +63,10 @@ def _group_kernel(
     size, width, step = config.tile_rows, config.tile_columns, config.block_inner
     inner = rows_ref.shape[1]
     group, first, last = group_ref[0], first_ref[0], last_ref[0]
-    exact = jax.lax.Precision.HIGHEST if rows_ref.dtype == jnp.float32 else None
     row = first + jax.lax.iota(jnp.int32, size)
     # Rows past the tile's end are read from its last row and never written.
     safe_row = jnp.minimum(row, jnp.maximum(last - 1, 0))
     column = pl.program_id(1) * width + jax.lax.iota(jnp.int32, width)
-
-    def spread(vector, shape, axis):
-        return jax.lax.broadcast_in_dim(vector, shape, (axis,))
 
     def add(block, acc):
         depth = block * step + jax.lax.iota(jnp.int32, step)
@@ -83,7 +77,7 @@ def _group_kernel(
         right = pltriton.load(
             kernels_ref.at[own, spread(depth, (step, width), 0), spread(column, (step, width), 1)]
         )
-        return acc + pltriton.dot(left, right, precision=exact)
+        return acc + dot(left, right)
 
     steps = jnp.where(last > first, jnp.int32(inner // step), jnp.int32(0))
     acc = jax.lax.fori_loop(0, steps, add, jnp.zeros((size, width), jnp.float32))

@@ -34,6 +34,16 @@ class TreeShapeSizes:
         return self.budget + 1
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TopkShape:
+    """Sizes of one `topk_logsumexp` call."""
+
+    slots: int  # B
+    rows: int = 15  # R, the draft depths
+    columns: int = 151936  # V
+    k: int = 63  # M
+
+
 ATTENTION = {
     "qwen3_8b_decode": AttentionShape(slots=1, nodes=1),
     "qwen3_8b_chain": AttentionShape(slots=1, nodes=16),
@@ -48,6 +58,20 @@ TREE = {
     "dflash_63": TreeShapeSizes(slots=1),
     "dflash_63_batch": TreeShapeSizes(slots=8),
     "dflash_255": TreeShapeSizes(slots=1, budget=255, candidates=255),
+}
+
+TOPK = {
+    "qwen3_chain": TopkShape(slots=1, k=1),
+    "qwen3_15": TopkShape(slots=1, k=15),
+    "qwen3_16": TopkShape(slots=1, k=16),
+    "qwen3_31": TopkShape(slots=1, k=31),
+    "qwen3_63": TopkShape(slots=1),
+    "qwen3_63_batch": TopkShape(slots=8),
+    "qwen3_127": TopkShape(slots=1, k=127),
+    "qwen3_255": TopkShape(slots=1, k=255),
+    "qwen3_1024": TopkShape(slots=1, k=1024),
+    "embedded_chain": TopkShape(slots=8, columns=4096, k=1),
+    "embedded_63": TopkShape(slots=8, columns=4096),
 }
 
 

@@ -9,7 +9,16 @@ import numpy as np
 import pytest
 
 from ddtree_jax import LLM, SamplingParams
-from pallas_kernels import tree_accept, tree_attention, tree_build
+from pallas_kernels import (
+    add_norm,
+    gated_matmul,
+    rotate_heads,
+    skinny_matmul,
+    topk_logsumexp,
+    tree_accept,
+    tree_attention,
+    tree_build,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -108,6 +117,59 @@ def test_accept_is_its_definition(nodes):
     assert int(definition.count.max()) > 3
     for ours, theirs in zip(kernel, definition, strict=True):
         np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("k", [1, 15, 63, 255])
+@pytest.mark.parametrize("slots", [1, 8])
+@pytest.mark.parametrize("columns", [4096, 151936])
+@pytest.mark.parametrize("tied", [False, True])
+def test_topk_logsumexp_is_its_definition(k, slots, columns, tied):
+    rng = np.random.default_rng(k)
+    logits = 4.0 * rng.normal(size=(slots, 15, columns)).astype(np.float32)
+    if tied:
+        logits = np.round(logits)
+        logits[0, :, 100:] = -np.inf  # with k > 100, equal -inf are selected too
+        logits[0, 0] = -np.inf
+        logits[0, 1, ::3] = np.nan
+    kernel, definition = (
+        jax.jit(topk_logsumexp, static_argnames=("k", "implementation"))(
+            jnp.array(logits), k=k, implementation=implementation
+        )
+        for implementation in ("pallas", "xla")
+    )
+    np.testing.assert_array_equal(kernel[0], definition[0])
+    np.testing.assert_array_equal(kernel[1], definition[1])
+    np.testing.assert_allclose(kernel[2], definition[2], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 16, 64, 100])
+def test_layer_kernels_are_their_definitions(rows):
+    rng = np.random.default_rng(rows)
+    x, kernel = normal(rng, 1, rows, 4096), normal(rng, 4096, 6144)
+    scale, table = normal(rng, 128), normal(rng, 1, rows, 64)
+    parts = normal(rng, 4, 1, rows, 4096, dtype=jnp.float32)
+    cases = {
+        "skinny": lambda i: jnp.sum(
+            skinny_matmul(x, kernel, implementation=i).astype(jnp.float32), axis=0
+        ),
+        "gated": lambda i: gated_matmul(x * 0.02, kernel, implementation=i),
+        "norm": lambda i: jnp.stack(
+            add_norm(x, parts, kernel[:, 0], eps=1e-6, implementation=i)
+        ),
+        "heads": lambda i: jnp.concatenate(
+            rotate_heads(
+                skinny_matmul(x, kernel, implementation=i),
+                scale, scale, table, table, num_kv_heads=8, eps=1e-6, implementation=i,
+            ),
+            axis=2,
+        ),
+    }  # fmt: skip
+    for name, run in cases.items():
+        ours, theirs = (
+            jax.jit(run, static_argnums=0)(i).astype(jnp.float32) for i in ("pallas", "xla")
+        )
+        error = jnp.linalg.norm(ours - theirs) / jnp.linalg.norm(theirs)
+        assert float(error) < 1e-2, name
 
 
 PROMPTS = ["def fibonacci(n):\n", "import os\n\n\ndef walk(folder):\n", "class Stack:\n"]

@@ -15,15 +15,25 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import shapes, tree_accept, tree_attention, tree_build
+from pallas_kernels import (
+    add_norm,
+    gated_matmul,
+    rotate_heads,
+    shapes,
+    skinny_matmul,
+    topk_logsumexp,
+    tree_accept,
+    tree_attention,
+    tree_build,
+)
 
 TRITON_CALL = "__gpu$xla.gpu.triton"
 
 
-def compile_kernel(function, *arguments, launches=1):
+def compile_kernel(function, *arguments, launches=1, **xla_options):
     lowered = aot.lower(function, *arguments)
     assert lowered.as_text().count(TRITON_CALL) == launches
-    return aot.compile(lowered)
+    return aot.compile(lowered, **xla_options)
 
 
 def attention_arguments(shape):
@@ -39,13 +49,33 @@ def attention_arguments(shape):
 attention = functools.partial(tree_attention, scale=128**-0.5)
 
 
-# The batch runs in one launch; single slots split the prefix and merge in a second one.
-@pytest.mark.parametrize(
-    ("name", "launches"),
-    [("qwen3_8b_decode", 2), ("qwen3_8b_chain", 2), ("qwen3_8b_tree_batch", 1)],
-)
-def test_tree_attention_compiles(name, launches):
-    compile_kernel(attention, *attention_arguments(shapes.ATTENTION[name]), launches=launches)
+# Shares of the prefix and the tree side by side, then the merge.
+@pytest.mark.parametrize("name", ["qwen3_8b_decode", "qwen3_8b_chain", "qwen3_8b_tree_batch"])
+def test_tree_attention_compiles(name):
+    compile_kernel(attention, *attention_arguments(shapes.ATTENTION[name]), launches=2)
+
+
+NO_SPILLS = {"xla_gpu_fail_ptx_compilation_on_register_spilling": True}
+
+
+@pytest.mark.parametrize("rows", [1, 64])
+def test_layer_kernels_compile_without_spills(rows):
+    bf16, f32 = jnp.bfloat16, jnp.float32
+
+    def x(*shape, dtype=bf16):
+        return aot.argument(shape, dtype)
+
+    def compiled(function, *arguments):
+        compile_kernel(function, *arguments, **NO_SPILLS)
+
+    compiled(skinny_matmul, x(1, rows, 4096), x(4096, 6144))
+    compiled(skinny_matmul, x(1, rows, 12288), x(12288, 4096))
+    compiled(gated_matmul, x(1, rows, 4096), x(4096, 24576))
+    norm = functools.partial(add_norm, eps=1e-6)
+    compiled(norm, x(1, rows, 4096), x(4, 1, rows, 4096, dtype=f32), x(4096))
+    heads = functools.partial(rotate_heads, num_kv_heads=8, eps=1e-6)
+    table = x(1, rows, 64)
+    compiled(heads, x(2, 1, rows, 6144, dtype=f32), x(128), x(128), table, table)
 
 
 def test_tree_attention_with_a_window_copies_no_cache():
@@ -103,3 +133,38 @@ def test_tree_accept_compiles():
     valid = aot.argument((shape.slots, shape.nodes), jnp.bool_)
     walk = functools.partial(tree_accept, max_depth=shape.depths)
     compile_kernel(walk, numbers, numbers, valid, numbers)
+
+
+# A row of the embedded pair's vocabulary fits one program; larger ones take two launches.
+@pytest.mark.parametrize(
+    ("name", "launches"),
+    [
+        ("qwen3_chain", 2),
+        ("qwen3_15", 2),
+        ("qwen3_16", 2),
+        ("qwen3_31", 2),
+        ("qwen3_63", 2),
+        ("qwen3_63_batch", 2),
+        ("qwen3_127", 2),
+        ("qwen3_255", 2),
+        ("embedded_chain", 1),
+        ("embedded_63", 1),
+    ],
+)
+def test_topk_logsumexp_compiles_and_spills_no_registers(name, launches):
+    shape = shapes.TOPK[name]
+    logits = aot.argument((shape.slots, shape.rows, shape.columns), jnp.float32)
+    compiled = compile_kernel(
+        functools.partial(topk_logsumexp, k=shape.k),
+        logits,
+        launches=launches,
+        xla_gpu_fail_ptx_compilation_on_register_spilling=True,
+    )
+    # The logits are read where they lie.
+    assert compiled.memory_analysis().temp_size_in_bytes < math.prod(logits.shape)
+
+
+def test_topk_logsumexp_compiles_at_its_largest():
+    shape = shapes.TOPK["qwen3_1024"]
+    logits = aot.argument((shape.slots, shape.rows, shape.columns), jnp.float32)
+    compile_kernel(functools.partial(topk_logsumexp, k=shape.k), logits, launches=2)

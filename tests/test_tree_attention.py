@@ -147,7 +147,7 @@ def test_chain_mask_is_causal_attention(implementation):
             )
 
 
-@pytest.mark.parametrize(("shares", "tile_rows", "block_keys"), [(1, 16, 32), (8, 32, 16)])
+@pytest.mark.parametrize(("shares", "tile_rows", "block_keys"), [(1, 16, 32), (7, 32, 16)])
 def test_kernel_gives_the_same_for_any_config(shares, tile_rows, block_keys):
     case = CASES["window"]
     arrays, scale = arguments(case, seed=2), 0.2

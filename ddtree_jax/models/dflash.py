@@ -14,10 +14,12 @@ from ddtree_jax.config import AttentionKind, DraftConfig
 from ddtree_jax.models.layers import (
     Attend,
     DecoderLayer,
+    Implementation,
     RMSNorm,
     fan_in_normal,
     project,
     rope_tables,
+    run_layers,
 )
 
 
@@ -53,7 +55,7 @@ class DFlash(nnx.Module):
         """Keys and values, one entry a layer, of committed rows; no block is drafted."""
         context = self.project_context(features)
         cos, sin = rope_tables(self.config.rope, self.config.head_dim, positions, context.dtype)
-        rows = [layer.attention.heads(context, cos, sin)[1:] for layer in self.layers]
+        rows = [layer.attention.heads(context, cos, sin, None)[1:] for layer in self.layers]
         return tuple(key for key, _ in rows), tuple(value for _, value in rows)
 
     def __call__(
@@ -62,6 +64,7 @@ class DFlash(nnx.Module):
         positions: Int[Array, "B Y"],
         attend: Attend,
         context: Float[Array, "B X D"] | None = None,
+        kernels: Implementation = None,
     ) -> Float[Array, "B R D"]:
         """Hidden rows after the final norm; row j > 0 belongs to the token at its position.
 
@@ -70,11 +73,11 @@ class DFlash(nnx.Module):
         values ahead of the block's, and `positions` begin with theirs. attend: adds the rows
         taken in earlier and the layer's mask (`block_visible`).
         """
-        x = block
-        cos, sin = rope_tables(self.config.rope, self.config.head_dim, positions, x.dtype)
-        for index, layer in enumerate(self.layers):
-            x, _, _ = layer(index, x, cos, sin, attend, context)
-        return self.norm(x)
+        cos, sin = rope_tables(self.config.rope, self.config.head_dim, positions, block.dtype)
+        rows = run_layers(
+            self.layers, self.norm, block, cos, sin, attend, context=context, kernels=kernels
+        )
+        return rows[-1].normed
 
     def block_embeddings(
         self, root: Float[Array, "B D"], mask: Float[Array, " D"]

@@ -5,7 +5,8 @@ prefill, tree verification, drafting and training.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,19 +15,28 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from ddtree_jax.config import BlockConfig, RopeConfig
+from pallas_kernels import add_norm, dispatch, gated_matmul, rotate_heads, skinny_matmul
+from pallas_kernels.add_norm import rms_norm
+from pallas_kernels.rotate_heads import Heads
 
 # (layer, query [B,R,N,H], key [B,R,K,H], value [B,R,K,H]) -> mixed values [B,R,N,H]
 Attend = Callable[[int, Array, Array, Array], Array]
+Implementation = dispatch.Implementation | None
+
+
+class LayerRows(NamedTuple):
+    """What a layer gives: its output and that output normed for its reader; the new key and value
+    rows, Y = X + R with X rows of context."""
+
+    output: Float[Array, "B R D"]
+    normed: Float[Array, "B R D"]
+    key: Float[Array, "B Y K H"]
+    value: Float[Array, "B Y K H"]
 
 
 def project(x: Float[Array, "B R I"], kernel: Float[Array, "I O"]) -> Float[Array, "B R O"]:
     """Matrix product in x.dtype; a GPU accumulates in float32."""
-    return jnp.einsum("bri,io->bro", x, kernel, precision=precision_of(x))
-
-
-def precision_of(x: Array) -> jax.lax.Precision | None:
-    """float32 means float32: by default a GPU would round its inputs to TF32."""
-    return jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return jnp.einsum("bri,io->bro", x, kernel, precision=dispatch.precision_of(x))
 
 
 class RMSNorm(nnx.Module):
@@ -37,10 +47,13 @@ class RMSNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
-        wide = x.astype(jnp.float32)
-        mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
-        normed = (wide * jax.lax.rsqrt(mean_square + self.eps)).astype(x.dtype)
-        return normed * self.scale[...].reshape((1,) * (x.ndim - 1) + (-1,))
+        return rms_norm(x, self.scale[...], eps=self.eps)
+
+    def after(
+        self, x: Float[Array, "B R D"], update: Float[Array, "P B R D"], kernels: Implementation
+    ) -> tuple[Float[Array, "B R D"], Float[Array, "B R D"]]:
+        """x + update (the sum of its parts), and its norm."""
+        return add_norm(x, update, self.scale[...], eps=self.eps, implementation=kernels)
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> Float[Array, " half"]:
@@ -77,21 +90,12 @@ def rope_tables(
     return (jnp.cos(angles) * gain).astype(dtype), (jnp.sin(angles) * gain).astype(dtype)
 
 
-def rotate(
-    x: Float[Array, "B R heads H"], cos: Float[Array, "B R half"], sin: Float[Array, "B R half"]
-) -> Float[Array, "B R heads H"]:
-    """Rotates pairs (i, i + H/2) of each head."""
-    first, second = jnp.split(x, 2, axis=-1)
-    cos, sin = cos[:, :, None, :], sin[:, :, None, :]
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-
-
 class Attention(nnx.Module):
     """Grouped-query attention with per-head norms of query and key before the rotation."""
 
     def __init__(self, config: BlockConfig, *, dtype: DTypeLike, init: nnx.Initializer, rngs):
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
-        self.head_dim = config.head_dim
+        self.head_dim, self.eps = config.head_dim, config.rms_norm_eps
         columns = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
         rows = config.num_heads * config.head_dim
         self.qkv = nnx.Param(init(rngs.params(), (config.hidden_size, columns), dtype))
@@ -100,17 +104,25 @@ class Attention(nnx.Module):
         self.key_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype=dtype)
 
     def heads(
-        self, x: Float[Array, "B R D"], cos: Array, sin: Array
-    ) -> tuple[Float[Array, "B R N H"], Float[Array, "B R K H"], Float[Array, "B R K H"]]:
+        self, x: Float[Array, "B R D"], cos: Array, sin: Array, kernels: Implementation
+    ) -> Heads:
         """Rotated queries and keys, and values."""
-        heads = project(x, self.qkv[...]).reshape(*x.shape[:2], -1, self.head_dim)
-        ends = [self.num_heads, self.num_heads + self.num_kv_heads]
-        query, key, value = jnp.split(heads, ends, axis=2)
-        query = rotate(self.query_norm(query), cos, sin)
-        return query, rotate(self.key_norm(key), cos, sin), value
+        return rotate_heads(
+            skinny_matmul(x, self.qkv[...], implementation=kernels),
+            self.query_norm.scale[...],
+            self.key_norm.scale[...],
+            cos,
+            sin,
+            num_kv_heads=self.num_kv_heads,
+            eps=self.eps,
+            implementation=kernels,
+        )
 
-    def mix(self, mixed: Float[Array, "B R N H"]) -> Float[Array, "B R D"]:
-        return project(mixed.reshape(*mixed.shape[:2], -1), self.out[...])
+    def mix(
+        self, mixed: Float[Array, "B R N H"], kernels: Implementation
+    ) -> Float[Array, "P B R D"]:
+        rows = mixed.reshape(*mixed.shape[:2], -1)
+        return skinny_matmul(rows, self.out[...], implementation=kernels)
 
 
 class MLP(nnx.Module):
@@ -121,13 +133,19 @@ class MLP(nnx.Module):
         self.gate_up = nnx.Param(init(rngs.params(), (hidden, 2 * inner), dtype))
         self.down = nnx.Param(init(rngs.params(), (inner, hidden), dtype))
 
-    def __call__(self, x: Float[Array, "B R D"]) -> Float[Array, "B R D"]:
-        gate, up = jnp.split(project(x, self.gate_up[...]), 2, axis=-1)
-        return project(jax.nn.silu(gate) * up, self.down[...])
+    def __call__(
+        self, x: Float[Array, "B R D"], kernels: Implementation
+    ) -> Float[Array, "P B R D"]:
+        gated = gated_matmul(x, self.gate_up[...], implementation=kernels)
+        return skinny_matmul(gated, self.down[...], implementation=kernels)
 
 
 class DecoderLayer(nnx.Module):
-    """Pre-norm residual layer of Qwen3."""
+    """Pre-norm residual layer of Qwen3.
+
+    The norm that reads this layer's output is the next layer's, and is fused with this layer's
+    last addition; so a layer takes rows that are normed already.
+    """
 
     def __init__(self, config: BlockConfig, *, dtype: DTypeLike, init: nnx.Initializer, rngs):
         self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
@@ -139,23 +157,49 @@ class DecoderLayer(nnx.Module):
         self,
         index: int,
         x: Float[Array, "B R D"],
+        normed: Float[Array, "B R D"],
         cos: Float[Array, "B Y half"],
         sin: Float[Array, "B Y half"],
         attend: Attend,
+        next_norm: RMSNorm,
+        *,
         context: Float[Array, "B X D"] | None = None,
-    ) -> tuple[Float[Array, "B R D"], Float[Array, "B Y K H"], Float[Array, "B Y K H"]]:
-        """Returns the layer's output and its new key and value rows (Y = X + R).
+        kernels: Implementation = None,
+    ) -> LayerRows:
+        """normed: x after this layer's attention_norm. next_norm: what reads the output.
 
         context: X rows before x that only give keys and values, already normed (DFlash). They
         share one matrix product with x, so the weights are read once and never sliced.
+        kernels: implementation of the kernels, see `pallas_kernels.dispatch.choose`.
         """
-        rows = self.attention_norm(x)
-        if context is not None:
-            rows = jnp.concatenate([context, rows], axis=1)
-        query, key, value = self.attention.heads(rows, cos, sin)
-        query = query[:, -x.shape[1] :]
-        x = x + self.attention.mix(attend(index, query, key, value))
-        return x + self.mlp(self.mlp_norm(x)), key, value
+        rows = normed if context is None else jnp.concatenate([context, normed], axis=1)
+        query, key, value = self.attention.heads(rows, cos, sin, kernels)
+        mixed = attend(index, query[:, -x.shape[1] :], key, value)
+        x, normed = self.mlp_norm.after(x, self.attention.mix(mixed, kernels), kernels)
+        x, normed = next_norm.after(x, self.mlp(normed, kernels), kernels)
+        return LayerRows(x, normed, key, value)
+
+
+def run_layers(
+    layers: Sequence[DecoderLayer],
+    final_norm: RMSNorm,
+    x: Float[Array, "B R D"],
+    cos: Float[Array, "B Y half"],
+    sin: Float[Array, "B Y half"],
+    attend: Attend,
+    *,
+    context: Float[Array, "B X D"] | None = None,
+    kernels: Implementation = None,
+) -> list[LayerRows]:
+    """What every layer gives; the last one's `normed` is after the final norm."""
+    norms = [layer.attention_norm for layer in layers][1:] + [final_norm]
+    rows, normed = [], layers[0].attention_norm(x)
+    for index, (layer, norm) in enumerate(zip(layers, norms, strict=True)):
+        rows.append(
+            layer(index, x, normed, cos, sin, attend, norm, context=context, kernels=kernels)
+        )
+        x, normed = rows[-1].output, rows[-1].normed
+    return rows
 
 
 def fan_in_normal(key: Array, shape: tuple[int, ...], dtype: DTypeLike) -> Array:

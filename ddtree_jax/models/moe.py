@@ -9,8 +9,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from ddtree_jax.config import TargetConfig
-from ddtree_jax.models.layers import MLP, fan_in_normal, precision_of, project
-from pallas_kernels import grouped_matmul
+from ddtree_jax.models.layers import MLP, Implementation, fan_in_normal, project
+from pallas_kernels import dispatch, grouped_matmul
+from pallas_kernels.skinny_matmul import sum_parts
 
 
 def places_by_group(
@@ -57,7 +58,7 @@ class MoE(nnx.Module):
             "brd,de->bre",
             x,
             self.router[...],
-            precision=precision_of(x),
+            precision=dispatch.precision_of(x),
             preferred_element_type=jnp.float32,
         )
         weight, index = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), self.config.chosen_count)
@@ -65,20 +66,25 @@ class MoE(nnx.Module):
             weight = weight / jnp.sum(weight, axis=-1, keepdims=True)
         return weight.astype(x.dtype), index.astype(jnp.int32)
 
-    def __call__(self, x: Float[Array, "B R D"]) -> Float[Array, "B R D"]:
+    def __call__(
+        self, x: Float[Array, "B R D"], kernels: Implementation
+    ) -> Float[Array, "1 B R D"]:
+        """In one part, as an MLP's answer may come in several."""
         slots, rows, hidden = x.shape
         weight, index = self.choose(x)
         place, sizes = places_by_group(index.reshape(-1), self.config.num_experts)
         copies = jnp.repeat(x.reshape(-1, hidden), self.config.chosen_count, axis=0)
         sent = jnp.zeros_like(copies).at[place].set(copies, unique_indices=True)
-        gate, up = jnp.split(grouped_matmul(sent, self.gate_up[...], sizes), 2, axis=-1)
-        given = grouped_matmul(jax.nn.silu(gate) * up, self.down[...], sizes)
+        product = grouped_matmul(sent, self.gate_up[...], sizes, implementation=kernels)
+        gate, up = jnp.split(product, 2, axis=-1)
+        gated = jax.nn.silu(gate) * up
+        given = grouped_matmul(gated, self.down[...], sizes, implementation=kernels)
         # Back to the order of rows: a gather, so that the sum has one order on every device.
         given = given[place].reshape(slots, rows, self.config.chosen_count, hidden)
         mixed = jnp.sum(
             given.astype(jnp.float32) * weight[..., None].astype(jnp.float32), axis=2
         ).astype(x.dtype)
         if self.config.shared_size is None:
-            return mixed
+            return mixed[None]
         gate = jax.nn.sigmoid(project(x, self.shared_gate[...]))
-        return mixed + gate * self.shared(x)
+        return (mixed + gate * sum_parts(self.shared(x, kernels), x.dtype))[None]

@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from ddtree_jax.config import TargetConfig
-from ddtree_jax.models.layers import Attend, fan_in_normal, project, rope_tables
+from ddtree_jax.models.layers import Attend, Implementation, fan_in_normal, project, rope_tables
 from ddtree_jax.models.qwen3_5 import HybridLayer, ZeroCentredNorm
 
 
@@ -31,6 +31,7 @@ class MTP(nnx.Module):
         hidden: Float[Array, "B R D"],
         positions: Int[Array, "B R"],
         attend: Attend,
+        kernels: Implementation = None,
     ) -> tuple[Float[Array, "B R D"], Float[Array, "B R K H"], Float[Array, "B R K H"]]:
         """Rows for the head, which predict position p + 2, and the rows to cache.
 
@@ -43,4 +44,4 @@ class MTP(nnx.Module):
         cos, sin = rope_tables(self.config.rope, rotary_dim, positions, x.dtype)
         layer = self.layer
         mixed, key, value = layer.attention(0, layer.mixer_norm(x), cos, sin, attend)
-        return self.norm(layer.finish(x, mixed)), key, value
+        return self.norm(layer.finish(x, mixed, kernels)), key, value

@@ -11,12 +11,14 @@ from ddtree_jax.config import TargetConfig
 from ddtree_jax.models.layers import (
     Attend,
     DecoderLayer,
+    Implementation,
     RMSNorm,
     fan_in_normal,
-    precision_of,
     rope_tables,
+    run_layers,
 )
 from ddtree_jax.models.moe import MoE
+from pallas_kernels import dispatch
 
 
 class TargetRows(NamedTuple):
@@ -73,7 +75,7 @@ class Qwen3(nnx.Module):
             subscripts,
             hidden,
             kernel,
-            precision=precision_of(hidden),
+            precision=dispatch.precision_of(hidden),
             preferred_element_type=jnp.float32,
         )
 
@@ -84,6 +86,7 @@ class Qwen3(nnx.Module):
         attend: Attend,
         tap_layers: tuple[int, ...] = (),
         recur: None = None,
+        kernels: Implementation = None,
     ) -> TargetRows:
         """Runs R rows; `attend` decides what each sees. Without taps `features` has size 0.
 
@@ -91,14 +94,11 @@ class Qwen3(nnx.Module):
         """
         x = self.embed(tokens)
         cos, sin = rope_tables(self.config.rope, self.config.head_dim, positions, x.dtype)
-        taps, keys, values = {}, [], []
-        for index, layer in enumerate(self.layers):
-            x, key, value = layer(index, x, cos, sin, attend)
-            keys.append(key)
-            values.append(value)
-            if index in tap_layers:
-                taps[index] = x
-        features = [taps[index] for index in tap_layers] or [x[..., :0]]
+        rows = run_layers(self.layers, self.norm, x, cos, sin, attend, kernels=kernels)
+        features = [rows[index].output for index in tap_layers] or [x[..., :0]]
         return TargetRows(
-            self.norm(x), jnp.concatenate(features, axis=-1), tuple(keys), tuple(values)
+            rows[-1].normed,
+            jnp.concatenate(features, axis=-1),
+            tuple(layer.key for layer in rows),
+            tuple(layer.value for layer in rows),
         )

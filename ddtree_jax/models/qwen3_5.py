@@ -8,9 +8,18 @@ from jaxtyping import Array, Float, Int
 
 from ddtree_jax.config import TargetConfig
 from ddtree_jax.models.gdn import GatedDeltaNet, Recur
-from ddtree_jax.models.layers import MLP, Attend, fan_in_normal, project, rope_tables, rotate
+from ddtree_jax.models.layers import (
+    MLP,
+    Attend,
+    Implementation,
+    fan_in_normal,
+    project,
+    rope_tables,
+)
 from ddtree_jax.models.moe import MoE
 from ddtree_jax.models.qwen3 import Qwen3, TargetRows
+from pallas_kernels.rotate_heads import rotate
+from pallas_kernels.skinny_matmul import sum_parts
 
 
 class ZeroCentredNorm(nnx.Module):
@@ -75,10 +84,12 @@ class HybridLayer(nnx.Module):
         else:
             self.mlp = MoE(config, dtype=dtype, rngs=rngs)
 
-    def finish(self, x: Float[Array, "B R D"], mixed: Float[Array, "B R D"]) -> Array:
+    def finish(
+        self, x: Float[Array, "B R D"], mixed: Float[Array, "B R D"], kernels: Implementation
+    ) -> Float[Array, "B R D"]:
         """Residual sums around the mixer's output and the MLP."""
         x = x + mixed
-        return x + self.mlp(self.mlp_norm(x))
+        return x + sum_parts(self.mlp(self.mlp_norm(x), kernels), x.dtype)
 
 
 class Qwen3_5(Qwen3):
@@ -99,6 +110,7 @@ class Qwen3_5(Qwen3):
         attend: Attend,
         tap_layers: tuple[int, ...] = (),
         recur: Recur | None = None,
+        kernels: Implementation = None,
     ) -> TargetRows:
         """As of a plain target; `recur` is the recurrence of the layers that do not attend."""
         x = self.embed(tokens)
@@ -113,7 +125,7 @@ class Qwen3_5(Qwen3):
                 mixed, key, value = layer.attention(len(keys), rows, cos, sin, attend)
                 keys.append(key)
                 values.append(value)
-            x = layer.finish(x, mixed)
+            x = layer.finish(x, mixed, kernels)
             if index in tap_layers:
                 taps[index] = x
         features = [taps[index] for index in tap_layers] or [x[..., :0]]

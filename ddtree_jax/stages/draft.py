@@ -1,6 +1,5 @@
 """Draft: one pass of the drafter gives the most likely tokens of each of the next J positions."""
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
@@ -10,9 +9,8 @@ from ddtree_jax.models.dflash import DFlash, block_visible
 from ddtree_jax.models.qwen3 import Qwen3
 from ddtree_jax.plan import RoundPlan
 from ddtree_jax.state import Pending
-from ddtree_jax.topk import top_k
 from ddtree_jax.tree import Candidates
-from pallas_kernels import tree_attention
+from pallas_kernels import topk_logsumexp, tree_attention
 
 
 def _window_start(kind: AttentionKind, positions: Int[Array, "B R"]) -> Int[Array, "B R"] | None:
@@ -63,9 +61,10 @@ def draft(
     mask = target.embed(jnp.full((1, 1), config.mask_token_id, jnp.int32))[0, 0]
     block = drafter.block_embeddings(target.embed(root[:, None])[:, 0], mask)
     context = drafter.project_context(pending.features)
-    hidden = drafter(block, positions, attend, context)
+    hidden = drafter(block, positions, attend, context, plan.implementation)
     logits = target.logits(hidden[:, 1:])
-    value, token = top_k(logits, plan.candidate_count)
-    log_prob = value - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    value, token, logsumexp = topk_logsumexp(
+        logits, k=plan.candidate_count, implementation=plan.implementation
+    )
     cache = KVCache(tuple(keys), tuple(values))
-    return Candidates(log_prob, token.astype(jnp.int32)), cache
+    return Candidates(value - logsumexp[..., None], token), cache

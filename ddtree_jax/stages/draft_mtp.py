@@ -1,6 +1,5 @@
 """Draft by multi-token prediction: the target's own MTP block continues itself, token by token."""
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -10,7 +9,7 @@ from ddtree_jax.models.qwen3 import Qwen3
 from ddtree_jax.plan import RoundPlan
 from ddtree_jax.state import Pending
 from ddtree_jax.tree import Candidates
-from pallas_kernels import tree_attention
+from pallas_kernels import topk_logsumexp, tree_attention
 
 
 class _Block:
@@ -48,7 +47,8 @@ class _Block:
 
         embedded = self._target.embed(token)
         positions = start[:, None] + offset[None, :]
-        rows, key, value = self._block(embedded, hidden, positions, attend)
+        kernels = self._plan.implementation
+        rows, key, value = self._block(embedded, hidden, positions, attend, kernels)
         index = row_index(start, count, width, self.keys.shape[1])
         self.keys = write_layer(self.keys, key, index)
         self.values = write_layer(self.values, value, index)
@@ -82,10 +82,11 @@ def draft_mtp(
     for depth in range(plan.max_depth):
         if depth > 0:
             hidden = state.run(hidden, tokens[-1], lengths + (depth - 1), runs)
-        logits = target.logits(hidden)
-        best = jnp.max(logits, axis=-1)
-        tokens.append(jnp.argmax(logits, axis=-1).astype(jnp.int32))
-        log_probs.append(best - jax.nn.logsumexp(logits, axis=-1))
+        value, token, logsumexp = topk_logsumexp(
+            target.logits(hidden), k=1, implementation=plan.implementation
+        )
+        tokens.append(token[..., 0])
+        log_probs.append(value[..., 0] - logsumexp)
     candidates = Candidates(
         jnp.concatenate(log_probs, axis=1)[..., None], jnp.concatenate(tokens, axis=1)[..., None]
     )

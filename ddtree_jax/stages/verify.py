@@ -62,6 +62,7 @@ def verify(
             implementation=plan.implementation,
         )
     token = jnp.maximum(tree.token, 0)
-    rows = target(token, lengths[:, None] + tree.depth, attend, tap_layers, recur)
+    positions = lengths[:, None] + tree.depth
+    rows = target(token, positions, attend, tap_layers, recur, plan.implementation)
     stash = () if recur is None else tuple(recur.stash)
     return Verified(target.logits(rows.hidden), rows, stash)

@@ -1,0 +1,122 @@
+"""From the fused qkv product to rotated queries, rotated keys and values.
+
+`rotate_heads` is the public op; `definition` is what it means. It sums the parts of
+`skinny_matmul`, norms every query and key head and turns it to its position.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_kernels import dispatch, rotate_heads_pallas
+from pallas_kernels.add_norm import rms_norm
+from pallas_kernels.skinny_matmul import sum_parts
+
+
+class Heads(NamedTuple):
+    """What attention reads of R rows."""
+
+    query: Float[Array, "B R N H"]
+    key: Float[Array, "B R K H"]
+    value: Float[Array, "B R K H"]
+
+
+def rotate_heads(
+    parts: Float[Array, "P B R C"],
+    query_scale: Float[Array, " H"],
+    key_scale: Float[Array, " H"],
+    cos: Float[Array, "B R half"],
+    sin: Float[Array, "B R half"],
+    *,
+    num_kv_heads: int,
+    eps: float,
+    implementation: dispatch.Implementation | None = None,
+) -> Heads:
+    """Splits columns into N query, K key and K value heads of H; norms and rotates the first two.
+
+    Args:
+      parts: the product in parts, x's dtype or float32; C = (N + 2 K) H columns.
+      query_scale, key_scale: of the RMSNorm over each head; their dtype is the result's.
+      cos, sin: of each row's angles, for the pairs (i, i + H/2).
+      num_kv_heads: K; the rest of the columns are queries.
+      implementation: None, "xla" or "pallas", see `dispatch.choose`.
+
+    Raises:
+      ValueError: shapes do not fit each other.
+      NotImplementedError: the named implementation cannot run here.
+
+    Source: rotary embedding, arXiv 2104.09864, in the half-split layout of Hugging Face.
+    """
+    _check(parts, query_scale, key_scale, cos, sin, num_kv_heads)
+    chosen = dispatch.choose(
+        "rotate_heads",
+        implementation,
+        rotate_heads_pallas.unsupported(query_scale.dtype, query_scale.shape[0]),
+    )
+    arguments = (parts, query_scale, key_scale, cos, sin)
+    if chosen == "xla":
+        return definition(*arguments, num_kv_heads=num_kv_heads, eps=eps)
+    return Heads(
+        *rotate_heads_pallas.rotate_heads(
+            *arguments, num_kv_heads=num_kv_heads, eps=eps, interpret=dispatch.interpret()
+        )
+    )
+
+
+def definition(
+    parts: Float[Array, "P B R C"],
+    query_scale: Float[Array, " H"],
+    key_scale: Float[Array, " H"],
+    cos: Float[Array, "B R half"],
+    sin: Float[Array, "B R half"],
+    *,
+    num_kv_heads: int,
+    eps: float,
+) -> Heads:
+    """The meaning of `rotate_heads` in plain jnp."""
+    total = sum_parts(parts, query_scale.dtype)
+    heads = total.reshape(*total.shape[:2], -1, query_scale.shape[0])
+    ends = [heads.shape[2] - 2 * num_kv_heads, heads.shape[2] - num_kv_heads]
+    query, key, value = jnp.split(heads, ends, axis=2)
+    query = rotate(rms_norm(query, query_scale, eps=eps), cos, sin)
+    return Heads(query, rotate(rms_norm(key, key_scale, eps=eps), cos, sin), value)
+
+
+def rotate(
+    x: Float[Array, "B R heads H"], cos: Float[Array, "B R half"], sin: Float[Array, "B R half"]
+) -> Float[Array, "B R heads H"]:
+    """Rotates pairs (i, i + H/2) of each head."""
+    first, second = jnp.split(x, 2, axis=-1)
+    cos, sin = cos[:, :, None, :], sin[:, :, None, :]
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def _check(
+    parts: jax.Array,
+    query_scale: jax.Array,
+    key_scale: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    num_kv_heads: int,
+) -> None:
+    head_dim = query_scale.shape[0]
+    if parts.ndim != 4 or parts.shape[3] % head_dim or head_dim % 2:
+        raise ValueError(
+            f"`parts` must be [P, B, R, C] with C a multiple of the even head dim {head_dim}, "
+            f"got shape {parts.shape}"
+        )
+    if not 1 <= num_kv_heads < parts.shape[3] // head_dim / 2:
+        raise ValueError(
+            f"`num_kv_heads` must leave queries among {parts.shape[3] // head_dim} heads, "
+            f"got {num_kv_heads}"
+        )
+    table = (*parts.shape[1:3], head_dim // 2)
+    for name, array, shape in (
+        ("key_scale", key_scale, (head_dim,)),
+        ("cos", cos, table),
+        ("sin", sin, table),
+    ):
+        if array.shape != shape:
+            raise ValueError(f"`{name}` must have shape {shape}, got {array.shape}")

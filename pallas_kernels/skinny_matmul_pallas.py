@@ -1,0 +1,125 @@
+"""Pallas GPU kernel of `skinny_matmul`: split along the inner axis, float32 sums.
+
+A program takes all rows (up to 128), some columns and one share of the inner axis. Rows are
+padded to a power of two of at least 16 in registers, never in memory.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+
+from pallas_kernels import dispatch
+
+_MOST_TILE_ROWS = 128
+_PROGRAMS = 96  # enough to draw the whole memory rate, few enough to keep the parts small
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """How the kernel is cut up; sizes divide the matrix."""
+
+    columns: int  # of the matrix, a program
+    block: int  # of the inner axis, a step of the loop
+    splits: int = 1  # shares of the inner axis
+    num_warps: int = 4
+    num_stages: int = 4
+
+
+def unsupported(dtype: jnp.dtype, inner: int, columns: int) -> str | None:
+    """Why the kernel cannot take these arguments, or None."""
+    if dtype not in (jnp.bfloat16, jnp.float32):
+        return f"it takes bfloat16 and float32, got {jnp.dtype(dtype).name}"
+    if inner % 16 or columns % 16:
+        return f"the matrix must be a multiple of 16 both ways, got {inner} by {columns}"
+    return None
+
+
+def default_config(rows: int, inner: int, columns: int, dtype: jnp.dtype) -> Config:
+    """Measured on an H200 (scripts/results/kernel_log.md) for the products of Qwen3-8B."""
+    wide = dispatch.divisor(columns, 128 if dtype == jnp.bfloat16 else 32)
+    tiles = columns // wide
+    splits = 1
+    while tiles * splits < _PROGRAMS and inner % (splits * 2 * 128) == 0:
+        splits *= 2
+    share = inner // splits
+    if dtype == jnp.bfloat16 and tiles * splits < 132 and wide == 128 and share % 128 == 0:
+        return Config(columns=wide, block=128, splits=splits, num_warps=8, num_stages=3)
+    return Config(columns=wide, block=dispatch.divisor(share, 64), splits=splits)
+
+
+def row_tile(rows: int) -> int:
+    """Rows a program: a power of two that the tensor cores take."""
+    return min(_MOST_TILE_ROWS, dispatch.lanes_for(rows))
+
+
+def load_rows(x_ref, tile: jax.Array, size: int, column: jax.Array) -> jax.Array:
+    """[size, len(column)] of x_ref [rows, I]; rows past the end are 0."""
+    rows, shape = x_ref.shape[0], (size, column.shape[0])
+    row = dispatch.spread(tile * size + jax.lax.iota(jnp.int32, size), shape, 0)
+    column = dispatch.spread(column, shape, 1)
+    if rows % size == 0:
+        return pltriton.load(x_ref.at[row, column])
+    # Masked rows must stay in range all the same: interpret mode clamps, a GPU does not.
+    return pltriton.load(x_ref.at[row, column], mask=row < rows, other=0.0)
+
+
+def _matmul_kernel(
+    x_ref,  # [rows, I]
+    kernel_ref,  # [I / splits, columns]
+    out_ref,  # [rows, O], out
+    *,
+    tile_rows: int,
+    config: Config,
+):
+    share, columns = kernel_ref.shape
+    tile, part = pl.program_id(0), pl.program_id(2)
+
+    def step(index, acc):
+        inner = index * config.block + jax.lax.iota(jnp.int32, config.block)
+        rows = load_rows(x_ref, tile, tile_rows, part * share + inner)
+        weights = kernel_ref[pl.ds(index * config.block, config.block), :]
+        return acc + dispatch.dot(rows, weights)
+
+    acc = jnp.zeros((tile_rows, columns), jnp.float32)
+    acc = jax.lax.fori_loop(0, share // config.block, step, acc)
+    store_rows(out_ref, tile, pl.program_id(1) * columns, acc)
+
+
+def store_rows(out_ref, tile: jax.Array, first_column: jax.Array, value: jax.Array) -> None:
+    """Writes a tile to out_ref [rows, O], without the padding rows."""
+    rows, (size, columns) = out_ref.shape[0], value.shape
+    row = dispatch.spread(tile * size + jax.lax.iota(jnp.int32, size), value.shape, 0)
+    column = first_column + jax.lax.iota(jnp.int32, columns)
+    target = out_ref.at[row, dispatch.spread(column, value.shape, 1)]
+    pltriton.store(target, value.astype(out_ref.dtype), mask=row < rows)
+
+
+def skinny_matmul(
+    x: jax.Array, kernel: jax.Array, *, interpret: bool, config: Config | None = None
+) -> jax.Array:
+    """[P, B, R, O] as `skinny_matmul.definition` gives them, in P parts."""
+    inner, columns = kernel.shape
+    rows = x.shape[0] * x.shape[1]
+    config = default_config(rows, inner, columns, x.dtype) if config is None else config
+    tile_rows, splits = row_tile(rows), config.splits
+    dtype = x.dtype if splits == 1 else jnp.float32
+    out = pl.pallas_call(
+        functools.partial(_matmul_kernel, tile_rows=tile_rows, config=config),
+        grid=(dispatch.ceil_div(rows, tile_rows), columns // config.columns, splits),
+        in_specs=[
+            pl.BlockSpec((rows, inner), lambda i, j, p: (0, 0)),
+            pl.BlockSpec((inner // splits, config.columns), lambda i, j, p: (p, j)),
+        ],
+        out_specs=pl.BlockSpec((None, rows, columns), lambda i, j, p: (p, 0, 0)),
+        out_shape=jax.ShapeDtypeStruct((splits, rows, columns), dtype),
+        compiler_params=pltriton.CompilerParams(
+            num_warps=config.num_warps, num_stages=config.num_stages
+        ),
+        interpret=interpret,
+        name="skinny_matmul",
+    )(x.reshape(rows, inner), kernel)
+    return out.reshape(splits, *x.shape[:2], columns)

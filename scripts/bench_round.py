@@ -1,0 +1,368 @@
+"""The whole round on a GPU at real shapes, with random weights: milliseconds beside the floor.
+
+    python scripts/bench_round.py OUT.jsonl --slots 1 --nodes 1 --nodes 64 --rows 2048
+    python scripts/bench_round.py OUT.jsonl --nodes 64 --profile     # kernels by stage
+
+nodes is T, the root included: 1 is autoregressive decoding, 16 with --chain the DFlash chain. A
+cell runs `rounds` rounds a dispatch, all on the device, and is timed around the dispatch. The floor
+is the larger of two times: the bytes that a round must read over the copy rate, and its arithmetic
+over the matrix rate, both rates measured first in the same run.
+"""
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Annotated
+
+import jax
+import jax.numpy as jnp
+import typer
+from device_profile import NO_COMMAND_BUFFERS, Kernel, profile
+from real_shapes import PAIRS, abstract_model, cut_layers, random_leaves, random_state
+from records import context
+from rich.console import Console
+from rich.table import Table
+
+from ddtree_jax.config import DraftConfig, TargetConfig
+from ddtree_jax.models.dflash import DFlash
+from ddtree_jax.models.qwen3 import Qwen3
+from ddtree_jax.params import Leaves, Structure
+from ddtree_jax.plan import RoundPlan, TreeSettings
+from ddtree_jax.round import make_decode
+from ddtree_jax.tree import Tree, Walk
+
+STAGES = ("draft", "build", "verify", "accept", "commit")
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """A target and a drafter with random weights."""
+
+    target: TargetConfig
+    draft: DraftConfig
+    structures: tuple[Structure[Qwen3], Structure[DFlash]]
+    leaves: tuple[Leaves, Leaves]
+
+    @classmethod
+    def abstract(cls, target: TargetConfig, draft: DraftConfig) -> "Pair":
+        """Shapes only, for compiling."""
+        made = [abstract_model(kind, config) for kind, config in ((Qwen3, target), (DFlash, draft))]
+        structures, leaves = zip(*made, strict=True)
+        return cls(target, draft, structures, leaves)
+
+    @classmethod
+    def random(cls, target: TargetConfig, draft: DraftConfig) -> "Pair":
+        structures, leaves = [], []
+        for kind, config in ((Qwen3, target), (DFlash, draft)):
+            structure, abstract = abstract_model(kind, config)
+            structures.append(structure)
+            leaves.append(random_leaves(abstract, seed=len(leaves)))
+        return cls(target, draft, tuple(structures), tuple(leaves))
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One point of the table. nodes: T; chain: the drafter's top tokens only."""
+
+    slots: int
+    nodes: int
+    rows: int
+    chain: bool = False
+
+    def plan(self, draft: DraftConfig) -> RoundPlan:
+        """With the spine, since random drafters give flat trees, a path is always 15 deep."""
+        if self.nodes == 1:
+            return RoundPlan.of(TreeSettings(method="autoregressive"), draft)
+        if self.chain:
+            return RoundPlan.of(TreeSettings(method="dflash"), draft)
+        return RoundPlan.of(TreeSettings(tree_budget=self.nodes - 1, spine=True), draft)
+
+
+def force(pattern: tuple[int, ...], rows: int) -> Callable[[Tree, Walk, jax.Array], Walk]:
+    """Makes round n commit pattern[n % len] nodes, root included, as far as the tree is deep.
+
+    How far a slot has come tells which entry is next: its length behind `rows`.
+    """
+    ends = jnp.cumsum(jnp.array(pattern, jnp.int32))
+
+    def forced(tree: Tree, walk: Walk, lengths: jax.Array) -> Walk:
+        place = jnp.searchsorted(ends, (lengths - rows) % ends[-1], side="right")
+        wanted_depth = jnp.array(pattern, jnp.int32)[place] - 1
+        deepest = jnp.max(jnp.where(tree.valid, tree.depth, 0), axis=1)
+        depth = jnp.minimum(jnp.minimum(wanted_depth, deepest), walk.path.shape[1] - 1)
+        match = tree.valid & (tree.depth == depth[:, None])
+        node = jnp.argmax(match, axis=1).astype(jnp.int32)
+        path = jnp.full_like(walk.path, -1)
+        slot = jnp.arange(path.shape[0])
+        for _ in range(path.shape[1]):
+            at = jnp.maximum(tree.depth[slot, jnp.maximum(node, 0)], 0)
+            path = jnp.where(
+                (jnp.arange(path.shape[1])[None] == at[:, None]) & (node >= 0)[:, None],
+                node[:, None],
+                path,
+            )
+            node = jnp.where(node >= 0, tree.parent[slot, jnp.maximum(node, 0)], -1)
+        return walk._replace(path=path, count=depth + 1)
+
+    return forced
+
+
+def floor_ms(pair: Pair, cell: Cell, plan: RoundPlan, copy_rate: float, matmul_rate: float) -> dict:
+    """Least time of a round: bytes that must be read once, and arithmetic of the products."""
+    target, draft = pair.target, pair.draft
+
+    def size(leaves: Leaves) -> int:
+        return sum(leaf.size for leaf in leaves)
+
+    head = target.vocab_size * target.hidden_size
+    # The embedding is gathered by row; tied, it is read as the head.
+    body = size(pair.leaves[0]) - head * (1 if target.tie_embeddings else 2)
+    row = 2 * target.num_kv_heads * target.head_dim
+    weights, cached = body + head, cell.slots * cell.rows * row * target.num_layers
+    tokens = cell.slots * cell.nodes
+    products = tokens * (body + head)
+    if plan.drafts:
+        drafter = size(pair.leaves[1])
+        weights += drafter + head
+        cached += cell.slots * cell.rows * row * draft.num_layers
+        products += cell.slots * draft.block_size * (2 * drafter + head)
+    gigabytes = 2 * (weights + cached) / 1e9
+    teraflops = 2 * products / 1e12
+    times = {"bytes_ms": gigabytes / copy_rate, "flops_ms": teraflops / matmul_rate}
+    return {
+        "gigabytes": round(gigabytes, 3),
+        "teraflops": round(teraflops, 3),
+        "floor_ms": round(max(times.values()), 3),
+    }
+
+
+def _timed(run: Callable[[], object], repeats: int) -> list[float]:
+    """Milliseconds of each call, synchronised."""
+    times = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        jax.block_until_ready(run())
+        times.append(1e3 * (time.perf_counter() - begin))
+    return times
+
+
+def measure_rates() -> tuple[float, float]:
+    """(copy rate in GB/ms, bytes read and written; bf16 matrix rate in TFLOP/ms), best of many."""
+    on_gpu = jax.default_backend() == "gpu"
+    size, side = (2**30, 8192) if on_gpu else (2**20, 512)
+    big = jax.random.normal(jax.random.key(0), (size,), jnp.bfloat16)
+    copy = jax.jit(jnp.copy)  # one copy of a parameter: the device's own
+    jax.block_until_ready(copy(big))
+    copy_ms = min(_timed(lambda: [copy(big) for _ in range(8)][-1], 5)) / 8
+    square = jax.random.normal(jax.random.key(1), (side, side), jnp.bfloat16)
+    multiply = jax.jit(
+        lambda x: jax.lax.fori_loop(0, 10, lambda _, y: (y @ x * side**-0.5).astype(x.dtype), x)
+    )
+    jax.block_until_ready(multiply(square))
+    matmul_ms = min(_timed(lambda: multiply(square), 5)) / 10
+    return 4 * size / 1e9 / copy_ms, 2 * side**3 / 1e12 / matmul_ms
+
+
+def make_program(pair: Pair, cell: Cell, rounds: int, pattern: tuple[int, ...], **options: str):
+    """(compiled program, a state for it, seconds that compiling took)"""
+    plan = cell.plan(pair.draft)
+    draft_config = pair.draft if plan.drafts else None
+    width = plan.width
+    make_state = partial(
+        random_state,
+        pair.target,
+        draft_config,
+        slots=cell.slots,
+        rows=cell.rows,
+        room=rounds * width,
+    )
+    concrete = isinstance(pair.leaves[0][0], jax.Array)
+    state = make_state() if concrete else jax.eval_shape(make_state)
+    begin = time.perf_counter()
+    decode = make_decode(
+        pair.structures[0],
+        pair.structures[1] if plan.drafts else None,
+        plan=plan,
+        mode="greedy",
+        rounds=rounds,
+        force=force(pattern, cell.rows) if plan.drafts else None,
+    )
+    draft_leaves = pair.leaves[1] if plan.drafts else ()
+    lowered = decode.lower(pair.leaves[0], draft_leaves, state)
+    compiled = lowered.compile(compiler_options=options or None)
+    return compiled, state, time.perf_counter() - begin
+
+
+def run_cell(
+    pair: Pair,
+    cell: Cell,
+    *,
+    rounds: int,
+    repeats: int,
+    pattern: tuple[int, ...],
+    rates: tuple[float, float],
+    with_profile: bool,
+    options: dict[str, str],
+) -> tuple[dict, list[Kernel]]:
+    """A line of the table, and the kernels of one dispatch if asked for."""
+    plan = cell.plan(pair.draft)
+    draft_leaves = pair.leaves[1] if plan.drafts else ()
+    compiled, state, seconds = make_program(pair, cell, rounds, pattern, **options)
+    start = jax.device_get((state.lengths, state.root))
+    accepted = 0
+
+    def dispatch() -> object:
+        nonlocal state, accepted
+        lengths, root = (jnp.asarray(x) for x in start)
+        fresh = state._replace(lengths=lengths, root=root, remaining=jnp.full_like(root, 2**30))
+        state, packed, _ = compiled(pair.leaves[0], draft_leaves, fresh)
+        accepted = packed
+        return packed
+
+    _timed(dispatch, 2)
+    times = [t / rounds for t in _timed(dispatch, repeats)]
+    counts = accepted[:, 1 + rounds : 1 + 2 * rounds]
+    line = {
+        **dataclasses.asdict(cell),
+        "ms_min": round(min(times), 4),
+        "ms_median": round(median(times), 4),
+        **floor_ms(pair, cell, plan, *rates),
+        "committed": round(float(jnp.mean(counts.astype(jnp.float32))), 3),
+        "compile_seconds": round(seconds, 1),
+    }
+    kernels = []
+    if with_profile:
+        compiled, state, _ = make_program(
+            pair, cell, rounds, pattern, **options, **NO_COMMAND_BUFFERS
+        )
+        dispatch()
+        kernels = profile(dispatch, compiled.as_text())
+        line["stage_ms"] = stage_times(kernels, rounds)
+        line["launches"] = sum(kernel.count for kernel in kernels) // rounds
+    return line, kernels
+
+
+def stage_of(scope: str) -> str:
+    return next((stage for stage in STAGES if f"/{stage}/" in scope), "rest")
+
+
+def stage_times(kernels: list[Kernel], rounds: int) -> dict[str, float]:
+    """Kernel milliseconds a round by stage."""
+    total = dict.fromkeys((*STAGES, "rest"), 0.0)
+    for kernel in kernels:
+        total[stage_of(kernel.scope)] += kernel.microseconds / 1e3 / rounds
+    return {stage: round(time, 4) for stage, time in total.items()}
+
+
+def show_kernels(console: Console, kernels: list[Kernel], rounds: int, count: int = 60) -> None:
+    table = Table("µs a round", "launches", "µs each", "stage", "kernel", "operation")
+    for kernel in kernels[:count]:
+        per_round = kernel.microseconds / rounds
+        table.add_row(
+            f"{per_round:.1f}",
+            f"{kernel.count / rounds:.1f}",
+            f"{kernel.microseconds / kernel.count:.2f}",
+            stage_of(kernel.scope),
+            kernel.name[:48],
+            "/".join(kernel.scope.split("/")[-3:])[-60:],
+        )
+    console.print(table)
+
+
+def table_cells(
+    slots: list[int] | None, nodes: list[int] | None, rows: list[int] | None, chain: bool
+) -> list[Cell]:
+    """All combinations, then the chain of each."""
+    cells = [
+        Cell(slot_count, node_count, row_count)
+        for row_count in rows or (2048,)
+        for slot_count in slots or (1,)
+        for node_count in nodes or (1, 16, 64, 128, 256)
+    ]
+    chains = [dataclasses.replace(cell, nodes=16, chain=True) for cell in cells] if chain else []
+    return cells + list(dict.fromkeys(chains))
+
+
+def parse_option(item: str) -> tuple[str, str | bool | int]:
+    """'name=value' of an XLA compile option; the compiler wants booleans and integers as such."""
+    name, equals, value = item.partition("=")
+    if not (name and equals):
+        raise typer.BadParameter(f"`--option` must be name=value, got {item!r}")
+    if value in ("true", "false"):
+        return name, value == "true"
+    return name, int(value) if value.isdigit() else value
+
+
+def main(
+    out: Annotated[Path, typer.Argument(help="JSONL file; lines are added.")],
+    pair: Annotated[str, typer.Option(help=" or ".join(PAIRS))] = "qwen3-8b",
+    layers: Annotated[int | None, typer.Option(help="Fewer target layers, for a look.")] = None,
+    slots: Annotated[list[int] | None, typer.Option(help="Repeatable; 1.")] = None,
+    nodes: Annotated[list[int] | None, typer.Option(help="T, repeatable; 1 16 64 128 256.")] = None,
+    rows: Annotated[list[int] | None, typer.Option(help="Cached rows, repeatable; 2048.")] = None,
+    chain: Annotated[bool, typer.Option(help="Also the DFlash chain.")] = False,
+    forced_accept: Annotated[str, typer.Option(help="Nodes committed a round: 3 or 2,5,8.")] = "4",
+    rounds: Annotated[int, typer.Option(help="Rounds a dispatch.")] = 16,
+    repeats: Annotated[int, typer.Option(help="Dispatches timed.")] = 7,
+    compile_only: Annotated[
+        bool, typer.Option(help="Fill the compilation cache, so that cells compile side by side.")
+    ] = False,
+    with_profile: Annotated[bool, typer.Option("--profile", help="Kernels by stage.")] = False,
+    option: Annotated[list[str] | None, typer.Option(help="XLA option name=value.")] = None,
+) -> None:
+    if pair not in PAIRS:
+        raise typer.BadParameter(f"`--pair` must be one of {tuple(PAIRS)}, got {pair!r}")
+    try:
+        pattern = tuple(int(part) for part in forced_accept.split(","))
+    except ValueError:
+        pattern = ()
+    if not pattern or min(pattern) < 1:
+        raise typer.BadParameter(
+            f"`--forced-accept` must be counts of at least 1 such as 2,5,8, got {forced_accept!r}"
+        )
+    console = Console(width=170)
+    options = dict(parse_option(item) for item in option or ())
+    cut = cut_layers(PAIRS[pair], layers)
+    if compile_only:
+        for cell in table_cells(slots, nodes, rows, chain):
+            seconds = make_program(Pair.abstract(*cut), cell, rounds, pattern, **options)[2]
+            console.print(f"{cell} compiled in {seconds:.1f} s")
+        return
+    rates = measure_rates()
+    console.print(f"copy {rates[0]:.3f} TB/s, bf16 product {rates[1]:.3f} PFLOP/s")
+    models = Pair.random(*cut)
+    cells = table_cells(slots, nodes, rows, chain)
+    common = {
+        "bench": "round",
+        "pair": pair,
+        "target_layers": models.target.num_layers,
+        "forced_accept": forced_accept,
+        "copy_tb_s": round(rates[0], 3),
+        "matmul_pflop_s": round(rates[1], 3),
+        "options": options,
+        **context(),
+    }
+    for cell in cells:
+        line, kernels = run_cell(
+            models,
+            cell,
+            rounds=rounds,
+            repeats=repeats,
+            pattern=pattern,
+            rates=rates,
+            with_profile=with_profile,
+            options=options,
+        )
+        with out.open("a") as file:
+            file.write(json.dumps({**common, **line}) + "\n")
+        console.print(line)
+        if kernels:
+            show_kernels(console, kernels, rounds)
+
+
+if __name__ == "__main__":
+    typer.run(main)

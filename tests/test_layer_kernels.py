@@ -1,0 +1,151 @@
+"""The kernels of a layer around attention: each against numpy in float64, kernel and definition."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import (
+    add_norm,
+    gated_matmul,
+    rotate_heads,
+    skinny_matmul,
+    skinny_matmul_pallas,
+)
+from pallas_kernels.skinny_matmul import check_product
+
+IMPLEMENTATIONS = ("xla", "pallas")
+TOLERANCE = {jnp.float32: 2e-6, jnp.bfloat16: 1e-2}
+
+
+def normal(seed, *shape, dtype=jnp.float32):
+    return jnp.array(np.random.default_rng(seed).normal(size=shape), dtype)
+
+
+def wide(x):
+    return np.asarray(x.astype(jnp.float32), np.float64)
+
+
+def assert_near(ours, theirs, dtype):
+    error = np.linalg.norm(wide(ours) - theirs) / np.linalg.norm(theirs)
+    assert error < TOLERANCE[dtype]  # NaN fails
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("shape", [(1, 1), (2, 3), (1, 130)])
+def test_skinny_matmul_is_the_product(shape, dtype, implementation):
+    x, kernel = normal(0, *shape, 96, dtype=dtype), normal(1, 96, 80, dtype=dtype)
+    parts = skinny_matmul(x, kernel, implementation=implementation)
+    assert parts.shape[1:] == (*shape, 80)
+    assert_near(jnp.sum(parts.astype(jnp.float32), axis=0), wide(x) @ wide(kernel), dtype)
+
+
+def test_skinny_matmul_splits_the_inner_axis():
+    x, kernel = normal(0, 1, 5, 512), normal(1, 512, 64)
+    config = skinny_matmul_pallas.Config(columns=32, block=64, splits=4)
+    parts = skinny_matmul_pallas.skinny_matmul(x, kernel, interpret=True, config=config)
+    quarters = np.einsum(
+        "brpi,pio->pbro", wide(x).reshape(1, 5, 4, 128), wide(kernel).reshape(4, 128, 64)
+    )
+    assert_near(parts, quarters, jnp.float32)
+
+
+def test_default_config_divides_the_matrices_of_real_models():
+    for inner, columns in ((4096, 6144), (4096, 4096), (12288, 4096), (2560, 6144), (9728, 2560)):
+        for rows in (1, 16, 64, 128):
+            config = skinny_matmul_pallas.default_config(
+                rows, inner, columns, jnp.dtype(jnp.bfloat16)
+            )
+            assert columns % config.columns == 0
+            assert inner % (config.splits * config.block) == 0
+            # At least half the multiprocessors of an H200 read.
+            assert columns // config.columns * config.splits >= 66
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("shape", [(1, 1), (2, 9)])
+def test_gated_matmul_is_swiglu(shape, dtype, implementation):
+    x, gate_up = normal(0, *shape, 48, dtype=dtype), normal(1, 48, 2 * 80, dtype=dtype)
+    out = gated_matmul(x, gate_up, implementation=implementation)
+    gate, up = np.split(wide(x) @ wide(gate_up), 2, axis=-1)
+    assert out.dtype == dtype
+    assert_near(out, gate / (1 + np.exp(-gate)) * up, dtype)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("part_count", [1, 4])
+def test_add_norm_adds_then_norms(part_count, dtype, implementation):
+    x, scale = normal(0, 2, 3, 48, dtype=dtype), normal(2, 48, dtype=dtype)
+    update = normal(1, part_count, 2, 3, 48, dtype=dtype if part_count == 1 else jnp.float32)
+    total, normed = add_norm(x, update, scale, eps=1e-2, implementation=implementation)
+    expected = wide(x) + wide(update).sum(axis=0)
+    assert total.dtype == normed.dtype == dtype
+    assert_near(total, expected, dtype)
+    mean_square = np.mean(np.square(expected), axis=-1, keepdims=True)
+    assert_near(normed, expected / np.sqrt(mean_square + 1e-2) * wide(scale), dtype)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("part_count", "rows"), [(1, 1), (2, 11)])
+def test_rotate_heads_norms_and_turns(part_count, rows, dtype, implementation):
+    slots, queries, keys, head_dim = 2, 6, 2, 16
+    parts = normal(
+        0, part_count, slots, rows, (queries + 2 * keys) * head_dim,
+        dtype=dtype if part_count == 1 else jnp.float32,
+    )  # fmt: skip
+    scales = [normal(seed, head_dim, dtype=dtype) for seed in (1, 2)]
+    angle = np.random.default_rng(3).uniform(0, 6, (slots, rows, head_dim // 2))
+    cos, sin = jnp.array(np.cos(angle), dtype), jnp.array(np.sin(angle), dtype)
+    heads = rotate_heads(
+        parts, *scales, cos, sin, num_kv_heads=keys, eps=1e-6, implementation=implementation
+    )
+    total = wide(parts).sum(axis=0).reshape(slots, rows, -1, head_dim)
+
+    def turned(x, scale):
+        x = x / np.sqrt(np.mean(np.square(x), axis=-1, keepdims=True) + 1e-6) * wide(scale)
+        # As complex numbers: pair (i, i + H/2) turns by its angle.
+        pair = (x[..., : head_dim // 2] + 1j * x[..., head_dim // 2 :]) * (
+            wide(cos) + 1j * wide(sin)
+        )[:, :, None]
+        return np.concatenate([pair.real, pair.imag], axis=-1)
+
+    assert_near(heads.query, turned(total[:, :, :queries], scales[0]), dtype)
+    assert_near(heads.key, turned(total[:, :, queries : queries + keys], scales[1]), dtype)
+    assert_near(heads.value, total[:, :, queries + keys :], dtype)
+
+
+def test_wrong_shapes_are_named():
+    # What the annotations catch in tests, a user meets as these errors.
+    x = normal(0, 1, 2, 32)
+    with pytest.raises(ValueError, match="`kernel` must be .I, O. to fit x"):
+        check_product("kernel", x, normal(1, 16, 32))
+    with pytest.raises(ValueError, match="`gate_up` must be bfloat16"):
+        check_product("gate_up", x.astype(jnp.bfloat16), normal(1, 32, 64))
+    with pytest.raises(ValueError, match="`gate_up` must have an even number"):
+        gated_matmul(x, normal(1, 32, 33))
+    with pytest.raises(ValueError, match="`num_kv_heads` must leave queries"):
+        rotate_heads(
+            normal(0, 1, 1, 2, 64), normal(1, 16), normal(2, 16), normal(3, 1, 2, 8),
+            normal(4, 1, 2, 8), num_kv_heads=2, eps=1e-6,
+        )  # fmt: skip
+    with pytest.raises(NotImplementedError, match="multiple of 16"):
+        skinny_matmul(normal(0, 1, 2, 40), normal(1, 40, 32), implementation="pallas")
+
+
+def test_a_gpu_takes_the_kernel_for_few_rows_only():
+    import aot
+
+    def lowered(rows):
+        arguments = [
+            aot.argument((1, rows, 256), jnp.bfloat16),
+            aot.argument((256, 256), jnp.bfloat16),
+        ]
+        return aot.lower(skinny_matmul, *arguments).as_text()
+
+    assert "triton" in lowered(64)
+    assert "triton" not in lowered(512)
+    assert jax.default_backend() == "cpu"
