@@ -1,7 +1,7 @@
 """Hugging Face checkpoints to converted ones: safetensors and config.json in, no torch, no pickle.
 
-`hf` reads a folder, `rules` maps its tensors, `qwen3` and `dflash` know the two architectures,
-`cli` is the command `ddtree-convert`.
+`hf` reads a folder, `rules` maps its tensors; `qwen3`, `moe`, `qwen3_5` and `dflash` know the
+architectures, `cli` is the command `ddtree-convert`.
 """
 
 import contextlib
@@ -14,13 +14,19 @@ from typing import Literal, NamedTuple
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from convert import dflash, qwen3, rules
+from convert import dflash, moe, qwen3, qwen3_5, rules
 from convert.hf import HFFolder, open_folder, resolve
 from ddtree_jax import checkpoint
 from ddtree_jax.config import DraftConfig, TargetConfig, require
 
 Kind = Literal["target", "draft"]
-_KINDS: dict[str, Kind] = {qwen3.ARCHITECTURE: "target", dflash.ARCHITECTURE: "draft"}
+# Architecture -> module with `parse_target`, `target_rules` and `target_ignored`.
+_TARGETS = {
+    qwen3.ARCHITECTURE: qwen3,
+    moe.ARCHITECTURE: moe,
+    **dict.fromkeys(qwen3_5.ARCHITECTURES, qwen3_5),
+}
+_KINDS: dict[str, Kind] = {**dict.fromkeys(_TARGETS, "target"), dflash.ARCHITECTURE: "draft"}
 
 
 class Plan(NamedTuple):
@@ -43,7 +49,8 @@ def kind_of(folder: HFFolder) -> Kind:
     require(
         name in _KINDS,
         f"{folder.path}: architecture {name!r} is not supported; targets are "
-        f"{qwen3.ARCHITECTURE}, drafters {dflash.ARCHITECTURE} (code in a repository is never run)",
+        f"{', '.join(_TARGETS)}, drafters {dflash.ARCHITECTURE} (code in a repository is never "
+        "run)",
     )
     return _KINDS[name]
 
@@ -56,8 +63,9 @@ def make_plan(folder: HFFolder) -> Plan:
     """
     kind = kind_of(folder)
     if kind == "target":
-        config = qwen3.parse_target(folder)
-        plan, ignored = qwen3.target_rules(config), qwen3.target_ignored(config)
+        family = _TARGETS[folder.architecture]
+        config = family.parse_target(folder)
+        plan, ignored = family.target_rules(config, folder), family.target_ignored(config)
     else:
         config = dflash.parse_draft(folder)
         plan, ignored = dflash.draft_rules(config), dflash.IGNORED

@@ -6,7 +6,7 @@ from typing import Any
 
 from convert.hf import HFFolder
 from convert.rules import Rule, keep, linear
-from ddtree_jax.config import BlockConfig, RopeConfig, TargetConfig, require
+from ddtree_jax.config import BlockConfig, MoEConfig, RopeConfig, TargetConfig, require
 
 ARCHITECTURE = "Qwen3ForCausalLM"
 ROTARY_BUFFERS = r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)"
@@ -124,8 +124,8 @@ def parse_block(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def parse_target(folder: HFFolder) -> TargetConfig:
-    """Settings of a dense Qwen3 target.
+def parse_target(folder: HFFolder, moe: MoEConfig | None = None) -> TargetConfig:
+    """Settings of a Qwen3 target; `moe` where experts take the place of its MLPs.
 
     Raises:
       ValueError: a key that changes results is absent, or asks for what we cannot do.
@@ -139,21 +139,24 @@ def parse_target(folder: HFFolder) -> TargetConfig:
     require(
         not kinds, f"config.json: `layer_types` {sorted(kinds)} are not supported in this target"
     )
+    sizes = {} if moe is None else {"intermediate_size": moe.expert_size}
     return TargetConfig(
-        **parse_block(config),
+        **parse_block({**config, **sizes}),
         vocab_size=field(config, "vocab_size"),
         num_layers=field(config, "num_hidden_layers"),
         tie_embeddings=field(config, "tie_word_embeddings", bool),
         max_positions=field(config, "max_position_embeddings"),
-        eos_token_ids=_eos_token_ids(folder),
+        eos_token_ids=eos_token_ids(folder),
+        moe=moe,
     )
 
 
-def _eos_token_ids(folder: HFFolder) -> tuple[int, ...]:
-    """generation_config.json's ids, then config.json's, each once."""
+def eos_token_ids(folder: HFFolder) -> tuple[int, ...]:
+    """generation_config.json's ids, then config.json's (its text part's last), each once."""
+    text = folder.config.get("text_config") or {}
     found = [
         scope["eos_token_id"]
-        for scope in (folder.generation, folder.config)
+        for scope in (folder.generation, folder.config, text)
         if "eos_token_id" in scope
     ]
     require(
@@ -196,8 +199,9 @@ def block_rules(config: BlockConfig, source: str, destination: str) -> list[Rule
     ]
 
 
-def target_rules(config: TargetConfig) -> list[Rule]:
+def target_rules(config: TargetConfig, folder: HFFolder) -> list[Rule]:
     """Where each tensor of a Qwen3ForCausalLM goes; a tied head is the embedding."""
+    del folder  # one layout only
     vocab, hidden = config.vocab_size, config.hidden_size
     rules = [keep("embedding", "model.embed_tokens.weight", vocab, hidden)]
     for layer in range(config.num_layers):

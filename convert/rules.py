@@ -18,15 +18,20 @@ class Rule:
     """Fills parameter `destination` from `sources`, each a tensor name and its expected shape.
 
     transpose False: one source, kept. True: matrices [out, in], stacked along `out`, become one
-    kernel [in, out].
+    kernel [in, out]. fill: for all else, it writes source number i into the parameter, whose
+    shape is `filled_shape`.
     """
 
     destination: str
     sources: tuple[tuple[str, tuple[int, ...]], ...]
-    transpose: bool
+    transpose: bool = False
+    fill: Callable[[np.ndarray, int, np.ndarray], None] | None = None
+    filled_shape: tuple[int, ...] | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
+        if self.filled_shape is not None:
+            return self.filled_shape
         if not self.transpose:
             return self.sources[0][1]
         return (self.sources[0][1][1], sum(shape[0] for _, shape in self.sources))
@@ -101,8 +106,15 @@ def apply(
         yield rule.destination, _value(rule, folder, on_bytes)
 
 
+def transpose_into(out: np.ndarray, value: np.ndarray) -> None:
+    """out[...] = value.T. Block by block: a whole assignment misses the cache (4x slower)."""
+    for row in range(0, value.shape[0], _BLOCK_ROWS):
+        block = value[row : row + _BLOCK_ROWS]
+        out[:, row : row + block.shape[0]] = block.T
+
+
 def _value(rule: Rule, folder: HFFolder, on_bytes: Callable[[int], None]) -> np.ndarray:
-    if not rule.transpose:
+    if not rule.transpose and rule.fill is None:
         name = rule.sources[0][0]
         value = folder.read(name)
         on_bytes(value.nbytes)
@@ -111,12 +123,12 @@ def _value(rule: Rule, folder: HFFolder, on_bytes: Callable[[int], None]) -> np.
     # Neither 16-bit format holds the other: only float32 holds both.
     out = np.empty(rule.shape, _DTYPES[dtypes.pop() if len(dtypes) == 1 else "F32"])
     column = 0
-    for name, _ in rule.sources:
+    for number, (name, _) in enumerate(rule.sources):
         value = folder.read(name)
-        # Block by block: a whole transposed assignment misses the cache (4x slower).
-        for row in range(0, value.shape[0], _BLOCK_ROWS):
-            block = value[row : row + _BLOCK_ROWS]
-            out[:, column + row : column + row + block.shape[0]] = block.T
-        column += value.shape[0]
+        if rule.fill is not None:
+            rule.fill(out, number, value)
+        else:
+            transpose_into(out[:, column : column + value.shape[0]], value)
+            column += value.shape[0]
         on_bytes(value.nbytes)
     return out

@@ -26,7 +26,7 @@ from ddtree_jax.sampling import SamplingParams
 Prompt = Annotated[str, typer.Argument(help="Text to continue; - reads standard input.")]
 Target = Annotated[str | None, typer.Option(help="HF id, HF folder or converted folder.")]
 Draft = Annotated[str | None, typer.Option(help="The drafter of that target.")]
-Method = Annotated[str, typer.Option(help="autoregressive, dflash or ddtree.")]
+Method = Annotated[str, typer.Option(help="autoregressive, mtp, dflash or ddtree.")]
 Budget = Annotated[int, typer.Option(help="Nodes below the root.")]
 Spine = Annotated[bool, typer.Option(help="The top-1 chain enters the tree first.")]
 Choices = Annotated[str | None, typer.Option(help="A static tree, such as '[(0,), (0, 0), (1,)]'.")]

@@ -24,7 +24,9 @@ from orbax.checkpoint import v1 as ocp
 
 from ddtree_jax.config import DraftConfig, TargetConfig, require
 from ddtree_jax.models.dflash import DFlash
+from ddtree_jax.models.mtp import MTP
 from ddtree_jax.models.qwen3 import Qwen3
+from ddtree_jax.models.targets import target_type
 
 FORMAT = "ddtree_jax"
 VERSION = 1
@@ -39,7 +41,7 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "generation_config.json",
 )
-_KINDS = {"target": (TargetConfig, Qwen3), "draft": (DraftConfig, DFlash)}
+_KINDS = {"target": TargetConfig, "draft": DraftConfig}
 _AGAIN = "delete the folder and convert the source again"
 # Files of a group are read in parallel at this grain: 3x faster than one chunk an array.
 _CHUNK_BYTES = 1 << 26
@@ -81,7 +83,7 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
 def read_config(folder: str | Path) -> TargetConfig | DraftConfig:
     """Settings of a converted folder; their type says whether it is a target or a drafter."""
     manifest = read_manifest(folder)
-    config_type, _ = _KINDS[manifest["kind"]]
+    config_type = _KINDS[manifest["kind"]]
     try:
         return config_type.from_json(manifest["config"])
     except (ValueError, TypeError) as error:
@@ -94,7 +96,8 @@ def load_target(folder: str | Path, dtype: DTypeLike) -> Qwen3:
     Raises:
       ValueError: not a converted target, or a part is missing or damaged.
     """
-    return _load(Path(folder), "target", dtype)
+    config = _read_kind(Path(folder), "target")
+    return _load(Path(folder), config, target_type(config), dtype)
 
 
 def load_draft(folder: str | Path, dtype: DTypeLike) -> DFlash:
@@ -103,14 +106,36 @@ def load_draft(folder: str | Path, dtype: DTypeLike) -> DFlash:
     Raises:
       ValueError: not a converted drafter, or a part is missing or damaged.
     """
-    return _load(Path(folder), "draft", dtype)
+    return _load(Path(folder), _read_kind(Path(folder), "draft"), DFlash, dtype)
+
+
+def load_mtp(folder: str | Path, dtype: DTypeLike) -> MTP:
+    """The MTP block that came with a target, its parameters in `dtype` on the default device.
+
+    Raises:
+      ValueError: not a converted target, it has no MTP block, or a part is missing or damaged.
+    """
+    config = _read_kind(Path(folder), "target")
+    require(
+        config.mtp,
+        f"{folder} has no MTP block: its source has no `mtp.*` tensors (transformers leaves them "
+        "out when it saves a model)",
+    )
+    return _load(Path(folder), config, MTP, dtype)
 
 
 @functools.lru_cache(maxsize=4)
 def param_shapes(config: TargetConfig | DraftConfig) -> dict[str, tuple[int, ...]]:
     """Shape of every parameter by dotted name ("layers.0.attention.qkv"); allocates nothing."""
-    pure = nnx.to_pure_dict(_abstract(config, np.float32)[1])
-    return {name: tuple(leaf.shape) for name, leaf in _named(pure)}
+    if isinstance(config, DraftConfig):
+        modules = [DFlash]
+    else:
+        modules = [target_type(config), *([MTP] if config.mtp else [])]
+    shapes = {}
+    for module in modules:
+        pure = nnx.to_pure_dict(_abstract(module, config, np.float32)[1])
+        shapes |= {name: tuple(leaf.shape) for name, leaf in _named(pure, _prefix(module))}
+    return shapes
 
 
 def module_params(module: Qwen3 | DFlash) -> Iterator[tuple[str, np.ndarray]]:
@@ -186,19 +211,28 @@ def damaged_files(folder: str | Path, *, contents: bool) -> list[str]:
     return problems
 
 
-def _load(folder: Path, kind: str, dtype: DTypeLike) -> Any:
-    config, manifest = read_config(folder), read_manifest(folder)
-    require(
-        manifest["kind"] == kind,
-        f"{folder} holds a {manifest['kind']}, expected a {kind}; pass it as `{manifest['kind']}`",
-    )
-    problems = damaged_files(folder, contents=False) + _wrong_shapes(config, manifest["params"])
+def _read_kind(folder: Path, kind: str) -> TargetConfig | DraftConfig:
+    found = read_manifest(folder)["kind"]
+    require(found == kind, f"{folder} holds a {found}, expected a {kind}; pass it as `{found}`")
+    return read_config(folder)
+
+
+def _prefix(module: type[nnx.Module]) -> str:
+    """Of the module's parameters in a folder: an MTP block lies beside its target."""
+    return "mtp." if module is MTP else ""
+
+
+def _load(
+    folder: Path, config: TargetConfig | DraftConfig, module: type[nnx.Module], dtype: DTypeLike
+) -> Any:
+    described, prefix = read_manifest(folder)["params"], _prefix(module)
+    problems = damaged_files(folder, contents=False) + _wrong_shapes(config, described)
     require(not problems, f"{folder} is damaged: {'; '.join(problems)}; {_AGAIN}")
-    graph, state = _abstract(config, dtype)
+    graph, state = _abstract(module, config, dtype)
     pure = nnx.to_pure_dict(state)
     sharding = jnp.zeros(()).sharding  # The default device, however it was chosen.
     groups: dict[str, dict[str, jax.ShapeDtypeStruct]] = {}
-    for name, leaf in _named(pure):
+    for name, leaf in _named(pure, prefix):
         abstract = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
         groups.setdefault(_group(name), {})[name] = abstract
     arrays = {}
@@ -209,7 +243,7 @@ def _load(folder: Path, kind: str, dtype: DTypeLike) -> Any:
             arrays |= ocp.load(path, abstract)
         except Exception as error:  # Orbax raises bare Exception for damaged chunks.
             raise ValueError(f"{path} cannot be read; {_AGAIN}: {error}") from error
-    named = [name for name, _ in _named(pure)]
+    named = [name for name, _ in _named(pure, prefix)]
     leaves = [arrays[name] for name in named]
     nnx.replace_by_pure_dict(state, jax.tree.unflatten(jax.tree.structure(pure), leaves))
     return nnx.merge(graph, state)
@@ -226,15 +260,16 @@ def _wrong_shapes(config: TargetConfig | DraftConfig, described: dict[str, Any])
     ]
 
 
-def _abstract(config: TargetConfig | DraftConfig, dtype: DTypeLike) -> tuple[Any, Any]:
+def _abstract(
+    module: type[nnx.Module], config: TargetConfig | DraftConfig, dtype: DTypeLike
+) -> tuple[Any, Any]:
     """Graph and parameter state, all ShapeDtypeStruct: initial values are never computed."""
-    module = Qwen3 if isinstance(config, TargetConfig) else DFlash
     return nnx.split(nnx.eval_shape(lambda: module(config, dtype=dtype, rngs=nnx.Rngs(0))))
 
 
-def _named(pure: dict[str, Any]) -> list[tuple[str, Any]]:
+def _named(pure: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
     paths = jax.tree_util.tree_leaves_with_path(pure)
-    return [(".".join(str(part.key) for part in path), leaf) for path, leaf in paths]
+    return [(prefix + ".".join(str(part.key) for part in path), leaf) for path, leaf in paths]
 
 
 def _group(name: str) -> str:

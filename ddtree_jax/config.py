@@ -112,29 +112,129 @@ class BlockConfig(_Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
+class HybridConfig(_Settings):
+    """What sets Qwen3.5 apart: Gated DeltaNet in most layers, gated attention in the others.
+
+    `attention_layers` are the others, ascending. `rotary_dim` of their head dims rotate.
+    """
+
+    attention_layers: tuple[int, ...]
+    rotary_dim: int
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self)[1:]:
+            value = getattr(self, field.name)
+            require(value > 0, f"`{field.name}` must be positive, got {value}")
+        require(
+            self.num_value_heads % self.num_key_heads == 0,
+            f"`num_value_heads` ({self.num_value_heads}) must be a multiple of `num_key_heads` "
+            f"({self.num_key_heads})",
+        )
+        require(
+            len(self.attention_layers) > 0
+            and list(self.attention_layers) == sorted(set(self.attention_layers)),
+            f"`attention_layers` must ascend and hold one at least, got {self.attention_layers}",
+        )
+
+    @property
+    def conv_channels(self) -> int:
+        """Inputs of the convolution: all query heads, all key heads, all value heads."""
+        return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> "HybridConfig":
+        fields = cls._fields_of(data)
+        fields["attention_layers"] = tuple(fields["attention_layers"])
+        return cls(**fields)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEConfig(_Settings):
+    """Experts in place of the MLP. `shared_size` is the width of the shared expert, None without.
+
+    `normalise`: weights of the chosen experts are divided by their sum.
+    """
+
+    num_experts: int
+    chosen_count: int
+    expert_size: int
+    shared_size: int | None
+    normalise: bool
+
+    def __post_init__(self) -> None:
+        require(
+            0 < self.chosen_count <= self.num_experts,
+            f"`chosen_count` must be in [1, {self.num_experts}], got {self.chosen_count}",
+        )
+        require(self.expert_size > 0, f"`expert_size` must be positive, got {self.expert_size}")
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> "MoEConfig":
+        return cls(**cls._fields_of(data))
+
+
+@dataclass(frozen=True, kw_only=True)
 class TargetConfig(BlockConfig):
-    """A dense Qwen3 target. `eos_token_ids` end a sequence unless the request ignores them."""
+    """A Qwen3 target. `eos_token_ids` end a sequence unless the request ignores them.
+
+    hybrid: None for Qwen3, whose layers all attend. moe: None where MLPs are dense. mtp: the
+    checkpoint has a block that predicts the token after the next.
+    """
 
     vocab_size: int
     num_layers: int
     tie_embeddings: bool
     max_positions: int
     eos_token_ids: tuple[int, ...]
+    hybrid: HybridConfig | None = None
+    moe: MoEConfig | None = None
+    mtp: bool = False
 
     def __post_init__(self) -> None:
         self._check_block()
         for name in ("vocab_size", "num_layers", "max_positions"):
             require(getattr(self, name) > 0, f"`{name}` must be positive")
+        if self.hybrid is not None:
+            last, rotary = self.hybrid.attention_layers[-1], self.hybrid.rotary_dim
+            require(
+                last < self.num_layers,
+                f"`attention_layers` names layer {last}; there are {self.num_layers}",
+            )
+            require(
+                rotary <= self.head_dim and rotary % 2 == 0,
+                f"`rotary_dim` must be even and at most `head_dim` {self.head_dim}, got {rotary}",
+            )
         for token in self.eos_token_ids:
             require(
                 0 <= token < self.vocab_size,
                 f"`eos_token_ids` holds {token}, outside the vocabulary of {self.vocab_size}",
             )
 
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """Layers with keys and values to cache, in order; the rest keep a recurrent state."""
+        if self.hybrid is None:
+            return tuple(range(self.num_layers))
+        return self.hybrid.attention_layers
+
+    @property
+    def recurrent_layers(self) -> tuple[int, ...]:
+        return tuple(sorted(set(range(self.num_layers)) - set(self.attention_layers)))
+
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "TargetConfig":
-        fields = cls._fields_of(data)
+        # Conversions of before these three were known are of plain Qwen3 targets.
+        fields = cls._fields_of({"hybrid": None, "moe": None, "mtp": False, **data})
         fields["rope"] = RopeConfig.from_json(fields["rope"])
+        if fields["hybrid"] is not None:
+            fields["hybrid"] = HybridConfig.from_json(fields["hybrid"])
+        if fields["moe"] is not None:
+            fields["moe"] = MoEConfig.from_json(fields["moe"])
         fields["eos_token_ids"] = tuple(fields["eos_token_ids"])
         return cls(**fields)
 

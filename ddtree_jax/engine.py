@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 
 from ddtree_jax.errors import require
 from ddtree_jax.models.dflash import DFlash
+from ddtree_jax.models.mtp import MTP
 from ddtree_jax.models.qwen3 import Qwen3
 from ddtree_jax.outputs import FinishReason, RoundTrace
 from ddtree_jax.params import flatten_model
@@ -63,7 +64,7 @@ class Engine:
     def __init__(
         self,
         target: Qwen3,
-        drafter: DFlash | None,
+        drafter: DFlash | MTP | None,
         plan: RoundPlan,
         *,
         max_slots: int,
@@ -82,10 +83,11 @@ class Engine:
         )
         state = init_state(
             target.config,
-            None if drafter is None else drafter.config,
+            drafter.config if isinstance(drafter, DFlash) else None,
             slots=max_slots,
             rows=max_length,
             dtype=dtype,
+            mtp_depth=plan.max_depth if plan.mtp else 0,
         )
         # Committed to the weights' device as every later state is: else the first program that
         # takes it would be compiled a second time.

@@ -13,7 +13,7 @@ from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 from transformers import AutoTokenizer
 
 from convert import ensure_converted
-from ddtree_jax.checkpoint import load_draft, load_target, read_config
+from ddtree_jax.checkpoint import load_draft, load_mtp, load_target, read_config
 from ddtree_jax.continuation import Continuation
 from ddtree_jax.engine import Engine
 from ddtree_jax.engine import Progress as RequestProgress
@@ -40,17 +40,18 @@ class LLM:
     """Lossless batched generation with draft trees.
 
     target, draft: Hugging Face id, Hugging Face folder or converted folder; both None is the pair
-    that ships with the package. method: "autoregressive" (budget 0), "dflash" (the chain of the
-    drafter's top tokens) or "ddtree". tree_budget: nodes below the root; tree_budget + 1 rows
-    are verified a round. spine: the top-1 chain enters the tree first. tree_candidates: tokens
-    considered a depth, None for as many as the tree could hold. tree_shape: "best_first",
+    that ships with the package. method: "autoregressive" (budget 0), "mtp" (the chain of
+    mtp_tokens tokens that the target's own MTP block drafts; `draft` is not used), "dflash" (the
+    chain of the drafter's top tokens) or "ddtree". tree_budget: nodes below the root; tree_budget
+    + 1 rows are verified a round. spine: the top-1 chain enters the tree first. tree_candidates:
+    tokens considered a depth, None for as many as the tree could hold. tree_shape: "best_first",
     "chain" or "static". tree_choices: rank paths of a static tree, such as [(0,), (0, 0), (1,)].
     acceptance: "tree_walk", or for comparison "linear", which scans the tree depth first and so
     keeps its first branch only. dtype: "auto" is bfloat16 on a GPU and float32 on a CPU.
-    max_slots: sequences decoded together. max_length: prompt and new tokens of one sequence.
-    seed: of requests that bring none. rounds_per_dispatch: rounds that run on the device between
-    two looks of the host. kernels: None, "pallas" or "xla". trace: outputs carry a RoundTrace a
-    round, and every round waits for the host.
+    max_slots: sequences decoded together. max_length: prompt and new tokens of one sequence. seed:
+    of requests that bring none. rounds_per_dispatch: rounds that run on the device between two
+    looks of the host. kernels: None, "pallas" or "xla". trace: outputs carry a RoundTrace a round,
+    and every round waits for the host.
 
     Raises ValueError on arguments that cannot work together, before any compute.
     """
@@ -67,6 +68,7 @@ class LLM:
         tree_shape: TreeShape | None = None,
         tree_choices: str | Sequence[Sequence[int]] | None = None,
         acceptance: Acceptance = "tree_walk",
+        mtp_tokens: int = 3,
         dtype: Dtype = "auto",
         max_slots: int = 8,
         max_length: int = 4096,
@@ -84,6 +86,7 @@ class LLM:
             tree_shape=tree_shape,
             tree_choices=tree_choices,
             acceptance=acceptance,
+            mtp_tokens=mtp_tokens,
         )
         require_one_of("dtype", dtype, Dtype)
         require_integer("max_slots", max_slots, 1)
@@ -103,9 +106,14 @@ class LLM:
             target, draft, settings, kernels, max_length, progress
         )
         self.tokenizer = _load_tokenizer(folder)
+        drafter = None
+        if plan.mtp:
+            drafter = load_mtp(folder, jnp.dtype(dtype))
+        elif draft_folder is not None:
+            drafter = load_draft(draft_folder, jnp.dtype(dtype))
         self._engine = Engine(
             load_target(folder, jnp.dtype(dtype)),
-            None if draft_folder is None else load_draft(draft_folder, jnp.dtype(dtype)),
+            drafter,
             plan,
             max_slots=max_slots,
             max_length=max_length,
@@ -291,7 +299,7 @@ def _prepare(
 ) -> tuple[Path, Path | None, RoundPlan]:
     """Converted folders and the plan; all checks that need no weights. No drafter, no folder."""
     require(
-        draft is not None or not settings.drafts,
+        draft is not None or not settings.drafts or settings.method == "mtp",
         f"`method` {settings.method!r} needs `draft`: the drafter made for this target",
     )
     folder = ensure_converted(str(target), "target", progress=progress)
@@ -301,7 +309,11 @@ def _prepare(
         f"`max_length` ({max_length}) must not exceed the target's "
         f"{config.max_positions} positions",
     )
-    if not settings.drafts:
+    require(
+        settings.method != "mtp" or config.mtp,
+        f"`method` 'mtp' needs a target with an MTP block, and {target} has none",
+    )
+    if not settings.drafts or settings.method == "mtp":
         return folder, None, RoundPlan.of(settings, None, kernels)
     draft_folder = ensure_converted(str(draft), "draft", progress=progress)
     draft_config = read_config(draft_folder)

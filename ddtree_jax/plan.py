@@ -8,7 +8,7 @@ from ddtree_jax.choices import Choices, parse_choices
 from ddtree_jax.config import DraftConfig
 from ddtree_jax.errors import require
 
-Method = Literal["autoregressive", "dflash", "ddtree"]
+Method = Literal["autoregressive", "mtp", "dflash", "ddtree"]
 TreeShape = Literal["best_first", "chain", "static"]
 Acceptance = Literal["tree_walk", "linear"]
 
@@ -33,8 +33,9 @@ def require_integer(name: str, value: object, low: int) -> None:
 class TreeSettings:
     """What a user says about the tree; the arguments of `LLM` of the same names.
 
-    method "autoregressive" is budget 0, "dflash" the chain of the drafter's top tokens. tree_shape
-    is of method "ddtree"; None is "static" with tree_choices and "best_first" without.
+    method "autoregressive" is budget 0, "mtp" the chain of mtp_tokens that the target's own MTP
+    block drafts, "dflash" the chain of the drafter's top tokens. tree_shape is of method
+    "ddtree"; None is "static" with tree_choices and "best_first" without.
     """
 
     method: Method = "ddtree"
@@ -44,11 +45,13 @@ class TreeSettings:
     tree_candidates: int | None = None
     spine: bool = False
     acceptance: Acceptance = "tree_walk"
+    mtp_tokens: int = 3
 
     def __post_init__(self) -> None:
         require_one_of("method", self.method, Method)
         require_one_of("acceptance", self.acceptance, Acceptance)
         require_integer("tree_budget", self.tree_budget, 0)
+        require_integer("mtp_tokens", self.mtp_tokens, 1)
         if self.tree_candidates is not None:
             require_integer("tree_candidates", self.tree_candidates, 1)
         if self.tree_shape is not None:
@@ -69,7 +72,9 @@ class TreeSettings:
     @property
     def drafts(self) -> bool:
         return self.method != "autoregressive" and (
-            self.tree_budget > 0 or self.method == "dflash" or self.tree_choices is not None
+            self.tree_budget > 0
+            or self.method in ("mtp", "dflash")
+            or self.tree_choices is not None
         )
 
 
@@ -79,7 +84,8 @@ class RoundPlan:
 
     budget: nodes below the root; 0 is autoregressive decoding and runs no drafter.
     max_depth: J, the longest path. candidate_count: M, candidates a depth; 1 is the chain.
-    choices: rank paths of a static tree, depth first. implementation: of the kernels; None
+    choices: rank paths of a static tree, depth first. mtp: the target's own block drafts, one
+    token after the other. implementation: of the kernels; None
     chooses by device.
     """
 
@@ -89,6 +95,7 @@ class RoundPlan:
     spine: bool = False
     choices: Choices | None = None
     acceptance: Acceptance = "tree_walk"
+    mtp: bool = False
     implementation: str | None = None
 
     @classmethod
@@ -102,6 +109,9 @@ class RoundPlan:
         rest = {"acceptance": settings.acceptance, "implementation": implementation}
         if not settings.drafts:
             return cls(budget=0, max_depth=0, candidate_count=0, **rest)
+        if settings.method == "mtp":
+            count = settings.mtp_tokens
+            return cls(budget=count, max_depth=count, candidate_count=1, mtp=True, **rest)
         require(draft is not None, f"`method` {settings.method!r} needs a drafter: give `draft`")
         depth, most = draft.depth_count, min(draft.vocab_size, _MOST_CANDIDATES)
         if settings.tree_choices is not None:

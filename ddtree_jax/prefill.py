@@ -11,11 +11,14 @@ from jaxtyping import Array, Int
 
 from ddtree_jax.cache import KVCache, row_index, write_rows
 from ddtree_jax.models.dflash import DFlash
+from ddtree_jax.models.mtp import MTP
 from ddtree_jax.models.qwen3 import Qwen3
 from ddtree_jax.params import Leaves, Structure
+from ddtree_jax.recurrent import ChunkRecurrence
 from ddtree_jax.sampling import Requests, SamplingMode, choose_tokens
 from ddtree_jax.stages.commit import cut_at_stop
-from ddtree_jax.state import DecodeState, Pending
+from ddtree_jax.stages.draft_mtp import prefill_mtp
+from ddtree_jax.state import DecodeState
 from pallas_kernels import tree_attention
 
 CHUNK_SIZES = (32, 128, 512)
@@ -59,9 +62,10 @@ def _slot_cache(cache: KVCache, slot: Int[Array, " 1"]) -> KVCache:
 
 
 def _run_chunk(
-    target: Qwen3, drafter: DFlash | None, state: DecodeState, chunk: Chunk
+    target: Qwen3, drafter: DFlash | MTP | None, state: DecodeState, chunk: Chunk
 ) -> tuple[DecodeState, Array]:
-    """Writes the chunk's rows to both caches; returns the target's hidden rows [1, P, D]."""
+    """Writes the chunk's rows to both caches and moves the recurrent state on; returns the
+    target's hidden rows [1, P, D]."""
     size = chunk.token.shape[1]
     offset = jnp.arange(size, dtype=jnp.int32)
     positions = chunk.start[:, None] + offset[None, :]
@@ -82,19 +86,48 @@ def _run_chunk(
             implementation="xla",
         )
 
-    taps = () if drafter is None else drafter.config.tap_layers
-    rows = target(chunk.token, positions, attend, taps)
+    taps, recur = drafter.config.tap_layers if isinstance(drafter, DFlash) else (), None
+    if state.recurrent is not None:
+        recur = ChunkRecurrence(
+            target.config.hybrid, state.recurrent, chunk.slot, chunk.start, chunk.count, size
+        )
+    rows = target(chunk.token, positions, attend, taps, recur)
+    if recur is not None:
+        state = state._replace(recurrent=recur.take())
     index = row_index(chunk.start, chunk.count, size, state.target.keys[0].shape[1])
     state = state._replace(
         target=write_rows(state.target, rows.keys, rows.values, index, chunk.slot)
     )
-    if drafter is not None:
+    if isinstance(drafter, DFlash):
         keys, values = drafter.context_rows(rows.features, positions)
         state = state._replace(draft=write_rows(state.draft, keys, values, index, chunk.slot))
+    elif drafter is not None:
+        state = _extend_mtp(target, drafter, state, chunk, rows.hidden)
     return state, rows.hidden
 
 
-def make_extend(target: Structure[Qwen3], drafter: Structure[DFlash] | None):
+def _extend_mtp(
+    target: Qwen3, block: MTP, state: DecodeState, chunk: Chunk, hidden: Array
+) -> DecodeState:
+    """Takes a chunk's pairs into the MTP block's cache; its last row waits for the next token."""
+    features = state.pending.features
+    keys, values, index = prefill_mtp(
+        target,
+        block,
+        _slot_cache(state.draft, chunk.slot),
+        features[chunk.slot, :1],
+        hidden,
+        chunk.token,
+        chunk.start,
+        chunk.count,
+    )
+    last = jnp.take_along_axis(hidden, (chunk.count - 1)[:, None, None], axis=1)
+    pending = state.pending._replace(features=features.at[chunk.slot, :1].set(last))
+    cache = write_rows(state.draft, keys, values, index, chunk.slot)
+    return state._replace(draft=cache, pending=pending)
+
+
+def make_extend(target: Structure[Qwen3], drafter: Structure[DFlash | MTP] | None):
     """A jitted program for every chunk of a prompt but its last; the state is donated."""
 
     @partial(jax.jit, donate_argnums=(2,))
@@ -105,7 +138,9 @@ def make_extend(target: Structure[Qwen3], drafter: Structure[DFlash] | None):
     return extend
 
 
-def make_admit(target: Structure[Qwen3], drafter: Structure[DFlash] | None, *, mode: SamplingMode):
+def make_admit(
+    target: Structure[Qwen3], drafter: Structure[DFlash | MTP] | None, *, mode: SamplingMode
+):
     """A jitted program for the last chunk: chooses the first token and starts the slot.
 
     Returns the state and [first token, slot still active] (int32 [2]).
@@ -143,8 +178,13 @@ def make_admit(target: Structure[Qwen3], drafter: Structure[DFlash] | None, *, m
             "requests": admission.requests,
         }
         if state.pending is not None:
-            cleared = state.pending.count.at[chunk.slot].set(0)
-            state = state._replace(pending=Pending(state.pending.features, cleared))
+            # DFlash has seen all rows; the MTP block's last pair needed the token chosen here.
+            waiting = 1 if isinstance(drafting, MTP) else 0
+            pending = state.pending._replace(
+                token=state.pending.token.at[chunk.slot, 0].set(first[:, 0]),
+                count=state.pending.count.at[chunk.slot].set(waiting),
+            )
+            state = state._replace(pending=pending)
 
         def put(whole: Array, entry: Array) -> Array:
             return whole.at[chunk.slot].set(entry)

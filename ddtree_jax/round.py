@@ -14,6 +14,7 @@ from jaxtyping import Array, Int
 
 from ddtree_jax.errors import require
 from ddtree_jax.models.dflash import DFlash
+from ddtree_jax.models.mtp import MTP
 from ddtree_jax.models.qwen3 import Qwen3
 from ddtree_jax.params import Leaves, Structure
 from ddtree_jax.plan import RoundPlan
@@ -22,6 +23,7 @@ from ddtree_jax.stages.accept import accept
 from ddtree_jax.stages.build import build
 from ddtree_jax.stages.commit import Emitted, commit
 from ddtree_jax.stages.draft import draft
+from ddtree_jax.stages.draft_mtp import draft_mtp
 from ddtree_jax.stages.verify import verify
 from ddtree_jax.state import DecodeState
 from ddtree_jax.tree import Tree, Walk, root_only
@@ -40,7 +42,7 @@ class RoundRecord(NamedTuple):
 
 def run_round(
     target: Qwen3,
-    drafter: DFlash | None,
+    drafter: DFlash | MTP | None,
     state: DecodeState,
     *,
     plan: RoundPlan,
@@ -53,23 +55,32 @@ def run_round(
     tree, tap_layers = root_only(state.root), ()
     # The scopes name every kernel's stage in a profile (scripts/bench_round.py).
     if plan.drafts:
-        tap_layers = drafter.config.tap_layers
         pending = state.pending._replace(count=jnp.where(state.active, state.pending.count, 0))
         with jax.named_scope("draft"):
-            candidates, draft_cache = draft(
-                target, drafter, state.draft, pending, state.root, lengths, plan
-            )
+            if plan.mtp:
+                candidates, draft_cache = draft_mtp(
+                    target, drafter, state.draft, pending, lengths, plan
+                )
+            else:
+                tap_layers = drafter.config.tap_layers
+                candidates, draft_cache = draft(
+                    target, drafter, state.draft, pending, state.root, lengths, plan
+                )
         state = state._replace(draft=draft_cache)
         with jax.named_scope("build"):
             tree = build(candidates, state.root, plan)
     with jax.named_scope("verify"):
-        verified = verify(target, state.target, tree, lengths, tap_layers, plan)
+        verified = verify(target, state.target, tree, lengths, tap_layers, plan, state.recurrent)
+    rows = verified.rows
+    if plan.mtp:
+        # What this drafter reads of a committed row.
+        rows = rows._replace(features=rows.hidden)
     with jax.named_scope("accept"):
         walk = accept(verified.logits, tree, lengths, state.requests, plan, mode)
         if force is not None:
             walk = force(tree, walk, lengths)
     with jax.named_scope("commit"):
-        state, emitted = commit(state, tree, verified.rows, walk)
+        state, emitted = commit(state, tree, rows, walk, verified.stash, plan.implementation)
     return state, emitted, RoundRecord(tree, walk)
 
 
@@ -106,7 +117,7 @@ DecodeProgram = Callable[
 
 def make_decode(
     target: Structure[Qwen3],
-    drafter: Structure[DFlash] | None,
+    drafter: Structure[DFlash | MTP] | None,
     *,
     plan: RoundPlan,
     mode: SamplingMode,

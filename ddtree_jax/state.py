@@ -8,16 +8,20 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ddtree_jax.cache import KVCache, init_cache
 from ddtree_jax.config import DraftConfig, TargetConfig
+from ddtree_jax.recurrent import RecurrentState, init_recurrent
 from ddtree_jax.sampling import MAX_STOP_TOKENS, Requests
 
 
 class Pending(NamedTuple):
     """Target features of the rows committed last, which the drafter has not seen yet.
 
-    Rows 0..count of a slot sit at positions lengths - count .. lengths - 1.
+    Rows 0..count of a slot sit at positions lengths - count .. lengths - 1. For an MTP block the
+    features are hidden rows after the final norm, and `token` is what came after each; a DFlash
+    drafter does not read it.
     """
 
     features: Float[Array, "B R CD"]
+    token: Int[Array, "B R"]
     count: Int[Array, " B"]
 
 
@@ -26,10 +30,12 @@ class DecodeState(NamedTuple):
 
     lengths: rows in the caches, which is the root's position. root: last committed token, whose
     row is not in the cache. active: the slot decodes. remaining: tokens it may still emit.
-    stop_tokens: ids that end it, -1 for none. `draft` and `pending` are None without a drafter.
+    stop_tokens: ids that end it, -1 for none. `draft` and `pending` are None without a drafter,
+    `recurrent` is None for a target whose layers all attend.
     """
 
     target: KVCache
+    recurrent: RecurrentState | None
     draft: KVCache | None
     pending: Pending | None
     lengths: Int[Array, " B"]
@@ -47,8 +53,12 @@ def init_state(
     slots: int,
     rows: int,
     dtype: DTypeLike,
+    mtp_depth: int = 0,
 ) -> DecodeState:
-    """A state of empty slots with `rows` cache rows each."""
+    """A state of empty slots with `rows` cache rows each.
+
+    mtp_depth: tokens that the target's own MTP block drafts, then `draft` is None; 0 without.
+    """
 
     # One array a field: donation refuses the same buffer twice.
     def zeros() -> Array:
@@ -60,11 +70,15 @@ def init_state(
             draft.num_layers, slots, rows, draft.num_kv_heads, draft.head_dim, dtype
         )
         width = len(draft.tap_layers) * draft.hidden_size
-        pending = Pending(jnp.zeros((slots, draft.block_size, width), dtype), zeros())
+        pending = _pending(slots, draft.block_size, width, dtype)
+    elif mtp_depth > 0:
+        draft_cache = init_cache(1, slots, rows, target.num_kv_heads, target.head_dim, dtype)
+        pending = _pending(slots, mtp_depth + 1, target.hidden_size, dtype)
     return DecodeState(
         target=init_cache(
-            target.num_layers, slots, rows, target.num_kv_heads, target.head_dim, dtype
+            len(target.attention_layers), slots, rows, target.num_kv_heads, target.head_dim, dtype
         ),
+        recurrent=init_recurrent(target, slots, dtype),
         draft=draft_cache,
         pending=pending,
         lengths=zeros(),
@@ -78,4 +92,12 @@ def init_state(
             top_k=zeros(),
             top_p=jnp.ones((slots,), jnp.float32),
         ),
+    )
+
+
+def _pending(slots: int, rows: int, width: int, dtype: DTypeLike) -> Pending:
+    return Pending(
+        jnp.zeros((slots, rows, width), dtype),
+        jnp.zeros((slots, rows), jnp.int32),
+        jnp.zeros((slots,), jnp.int32),
     )

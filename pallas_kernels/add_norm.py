@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import add_norm_pallas, dispatch
+from pallas_kernels.skinny_matmul import sum_parts
 
 
 def add_norm(
@@ -54,8 +55,7 @@ def definition(
     eps: float,
 ) -> tuple[Float[Array, "B R D"], Float[Array, "B R D"]]:
     """The meaning of `add_norm` in plain jnp."""
-    total = update[0] if update.shape[0] == 1 else jnp.sum(update.astype(jnp.float32), axis=0)
-    y = x + total.astype(x.dtype)
+    y = x + sum_parts(update, x.dtype)
     return y, rms_norm(y, scale, eps=eps)
 
 

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch, rotate_heads_pallas
 from pallas_kernels.add_norm import rms_norm
+from pallas_kernels.skinny_matmul import sum_parts
 
 
 class Heads(NamedTuple):
@@ -75,9 +76,8 @@ def definition(
     eps: float,
 ) -> Heads:
     """The meaning of `rotate_heads` in plain jnp."""
-    total = parts[0] if parts.shape[0] == 1 else jnp.sum(parts.astype(jnp.float32), axis=0)
-    head_dim = query_scale.shape[0]
-    heads = total.astype(query_scale.dtype).reshape(*total.shape[:2], -1, head_dim)
+    total = sum_parts(parts, query_scale.dtype)
+    heads = total.reshape(*total.shape[:2], -1, query_scale.shape[0])
     ends = [heads.shape[2] - 2 * num_kv_heads, heads.shape[2] - num_kv_heads]
     query, key, value = jnp.split(heads, ends, axis=2)
     query = rotate(rms_norm(query, query_scale, eps=eps), cos, sin)

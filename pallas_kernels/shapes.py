@@ -73,3 +73,26 @@ TOPK = {
     "embedded_chain": TopkShape(slots=8, columns=4096, k=1),
     "embedded_63": TopkShape(slots=8, columns=4096),
 }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GdnShape:
+    """Sizes of one `gdn_tree` call and of the `gdn_commit` call that follows it."""
+
+    slots: int  # B
+    nodes: int  # T, root included
+    key_heads: int = 16
+    heads: int = 48  # value heads
+    key_dim: int = 128
+    value_dim: int = 128
+    depths: int = 15  # J
+
+
+# Qwen3.5/3.6: 48 value heads at 27B, 32 at 4B, 9B and 35B-A3B.
+GDN = {
+    "qwen3_6_27b_decode": GdnShape(slots=1, nodes=1),
+    "qwen3_6_27b_chain": GdnShape(slots=1, nodes=16),
+    "qwen3_6_27b_tree": GdnShape(slots=1, nodes=64),
+    "qwen3_6_27b_tree_batch": GdnShape(slots=4, nodes=64),
+    "qwen3_6_27b_large_tree": GdnShape(slots=1, nodes=129),
+}

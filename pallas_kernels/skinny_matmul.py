@@ -7,6 +7,7 @@ and whoever consumes the product (`add_norm`, `rotate_heads`) sums the parts on 
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch, skinny_matmul_pallas
@@ -48,6 +49,12 @@ def skinny_matmul(
 def definition(x: Float[Array, "B R I"], kernel: Float[Array, "I O"]) -> Float[Array, "1 B R O"]:
     """The meaning of `skinny_matmul` in plain jnp."""
     return jnp.einsum("bri,io->bro", x, kernel, precision=dispatch.precision_of(x))[None]
+
+
+def sum_parts(parts: Float[Array, "P B R O"], dtype: DTypeLike) -> Float[Array, "B R O"]:
+    """The product, rounded once; several parts are added in float32."""
+    total = parts[0] if parts.shape[0] == 1 else jnp.sum(parts.astype(jnp.float32), axis=0)
+    return total.astype(dtype)
 
 
 def check_product(name: str, x: jax.Array, kernel: jax.Array) -> None:

@@ -11,7 +11,7 @@ PACKAGES = ("ddtree_jax", "pallas_kernels", "convert", "scripts", "tests")
 # Lower layers first: a module imports from its own layer or below.
 LAYERS = (
     ("config", "errors", "outputs", "choices", "plan"),
-    ("models", "cache", "tree", "sampling", "topk", "params"),
+    ("models", "cache", "tree", "sampling", "topk", "params", "recurrent"),
     ("state", "checkpoint"),
     ("stages",),
     ("round", "prefill"),

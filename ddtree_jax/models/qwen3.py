@@ -1,4 +1,4 @@
-"""Dense Qwen3 target: embedding, decoder layers, final norm, head, feature taps."""
+"""Qwen3 target, dense or MoE: embedding, decoder layers, final norm, head, feature taps."""
 
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ from ddtree_jax.models.layers import (
     rope_tables,
     run_layers,
 )
+from ddtree_jax.models.moe import MoE
 from pallas_kernels import dispatch
 
 
@@ -34,7 +35,8 @@ class TargetRows(NamedTuple):
 
 
 class Qwen3(nnx.Module):
-    """Qwen3ForCausalLM. Source: transformers `modeling_qwen3`, in our own equations."""
+    """Qwen3ForCausalLM and Qwen3MoeForCausalLM. Source: transformers `modeling_qwen3` and
+    `modeling_qwen3_moe`, in our own equations."""
 
     def __init__(self, config: TargetConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.config = config
@@ -43,12 +45,22 @@ class Qwen3(nnx.Module):
             (0.02 * nnx.initializers.normal(1.0)(rngs.params(), shape)).astype(dtype)
         )
         self.layers = nnx.List(
-            DecoderLayer(config, dtype=dtype, init=fan_in_normal, rngs=rngs)
-            for _ in range(config.num_layers)
+            self.make_layer(index, dtype=dtype, rngs=rngs) for index in range(config.num_layers)
         )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
+        self.norm = self.make_norm(dtype=dtype)
         if not config.tie_embeddings:
             self.head = nnx.Param(fan_in_normal(rngs.params(), shape[::-1], dtype))
+
+    def make_layer(self, index: int, *, dtype: DTypeLike, rngs: nnx.Rngs) -> nnx.Module:
+        """Layer `index`: one kind for all here, other kinds in subclasses."""
+        layer = DecoderLayer(self.config, dtype=dtype, init=fan_in_normal, rngs=rngs)
+        if self.config.moe is not None:
+            layer.mlp = MoE(self.config, dtype=dtype, rngs=rngs)
+        return layer
+
+    def make_norm(self, *, dtype: DTypeLike) -> nnx.Module:
+        """The norm before the head."""
+        return RMSNorm(self.config.hidden_size, self.config.rms_norm_eps, dtype=dtype)
 
     def embed(self, tokens: Int[Array, "B R"]) -> Float[Array, "B R D"]:
         return self.embedding[...][tokens]
@@ -73,9 +85,13 @@ class Qwen3(nnx.Module):
         positions: Int[Array, "B R"],
         attend: Attend,
         tap_layers: tuple[int, ...] = (),
+        recur: None = None,
         kernels: Implementation = None,
     ) -> TargetRows:
-        """Runs R rows; `attend` decides what each sees. Without taps `features` has size 0."""
+        """Runs R rows; `attend` decides what each sees. Without taps `features` has size 0.
+
+        recur: None; only hybrid targets have a recurrence (`qwen3_5`).
+        """
         x = self.embed(tokens)
         cos, sin = rope_tables(self.config.rope, self.config.head_dim, positions, x.dtype)
         rows = run_layers(self.layers, self.norm, x, cos, sin, attend, kernels=kernels)

@@ -6,5 +6,6 @@
     accept  logits and tree          -> path, next root     (a walk from the root)
     commit  path and new rows        -> caches, lengths     (only accepted rows are written)
 
+`draft_mtp` takes the place of draft where the target's own MTP block drafts.
 `ddtree_jax.round` composes them; no stage knows another.
 """

@@ -7,6 +7,7 @@ from jaxtyping import Array, Bool, Int
 
 from ddtree_jax.cache import row_index, write_rows
 from ddtree_jax.models.qwen3 import TargetRows
+from ddtree_jax.recurrent import Stash, commit_recurrent
 from ddtree_jax.state import DecodeState, Pending
 from ddtree_jax.tree import Tree, Walk
 
@@ -43,6 +44,8 @@ def commit(
     tree: Tree,
     rows: TargetRows,
     walk: Walk,
+    stash: tuple[Stash, ...] = (),
+    implementation: str | None = None,
 ) -> tuple[DecodeState, Emitted]:
     """Compacts the accepted path behind each slot's prefix; inactive slots stay as they are."""
     active = state.active
@@ -61,6 +64,9 @@ def commit(
         tuple(along_path(value) for value in rows.values),
         row_index(state.lengths, accepted, width, cache_rows),
     )
+    recurrent = state.recurrent
+    if recurrent is not None:
+        recurrent = commit_recurrent(recurrent, stash, walk.path, accepted, implementation)
     # Emitted are the path without its root, which went out a round earlier, then the bonus.
     place = jnp.arange(width, dtype=jnp.int32)[None, :]
     after_root = jnp.pad(along_path(tree.token)[:, 1:], ((0, 0), (0, 1)))
@@ -71,10 +77,12 @@ def commit(
         features = along_path(rows.features)
         pending = Pending(
             jnp.where(active[:, None, None], features, pending.features),
+            jnp.where(active[:, None], token, pending.token),
             jnp.where(active, accepted, pending.count),
         )
     state = state._replace(
         target=cache,
+        recurrent=recurrent,
         pending=pending,
         lengths=state.lengths + accepted,
         root=jnp.where(active, walk.bonus, state.root),

@@ -8,15 +8,18 @@ from jaxtyping import Array, Float, Int
 from ddtree_jax.cache import KVCache
 from ddtree_jax.models.qwen3 import Qwen3, TargetRows
 from ddtree_jax.plan import RoundPlan
+from ddtree_jax.recurrent import RecurrentState, Stash, TreeRecurrence
 from ddtree_jax.tree import Tree, ancestor_mask
 from pallas_kernels import tree_attention
 
 
 class Verified(NamedTuple):
-    """logits after each node, and the rows that the accepted nodes will add to the caches."""
+    """logits after each node, and the rows that the accepted nodes will add to the caches, and
+    to the recurrent state (one stash a recurrent layer)."""
 
     logits: Float[Array, "B T V"]
     rows: TargetRows
+    stash: tuple[Stash, ...]
 
 
 def verify(
@@ -26,10 +29,12 @@ def verify(
     lengths: Int[Array, " B"],
     tap_layers: tuple[int, ...],
     plan: RoundPlan,
+    recurrent: RecurrentState | None = None,
 ) -> Verified:
     """Every node sees the committed prefix, its ancestors and itself, at position length + depth.
 
-    Padding nodes run at depth 0 and nothing sees them. The cache is only read.
+    Padding nodes run at depth 0 and nothing sees them. Cache and recurrent state are only
+    read.
     """
     visible = ancestor_mask(tree, plan.max_depth)
 
@@ -46,7 +51,18 @@ def verify(
             implementation=plan.implementation,
         )
 
+    recur = None
+    if recurrent is not None:
+        recur = TreeRecurrence(
+            target.config.hybrid,
+            recurrent,
+            tree,
+            visible,
+            max_depth=plan.max_depth,
+            implementation=plan.implementation,
+        )
     token = jnp.maximum(tree.token, 0)
     positions = lengths[:, None] + tree.depth
-    rows = target(token, positions, attend, tap_layers, plan.implementation)
-    return Verified(target.logits(rows.hidden), rows)
+    rows = target(token, positions, attend, tap_layers, recur, plan.implementation)
+    stash = () if recur is None else tuple(recur.stash)
+    return Verified(target.logits(rows.hidden), rows, stash)

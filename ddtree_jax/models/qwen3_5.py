@@ -1,0 +1,134 @@
+"""Qwen3.5 and 3.6: Gated DeltaNet in most layers, gated attention in the rest, dense or MoE."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from ddtree_jax.config import TargetConfig
+from ddtree_jax.models.gdn import GatedDeltaNet, Recur
+from ddtree_jax.models.layers import (
+    MLP,
+    Attend,
+    Implementation,
+    fan_in_normal,
+    project,
+    rope_tables,
+)
+from ddtree_jax.models.moe import MoE
+from ddtree_jax.models.qwen3 import Qwen3, TargetRows
+from pallas_kernels.rotate_heads import rotate
+from pallas_kernels.skinny_matmul import sum_parts
+
+
+class ZeroCentredNorm(nnx.Module):
+    """x / rms(x) * (1 + weight) over the last axis, all in float32."""
+
+    def __init__(self, size: int, eps: float, *, dtype: DTypeLike):
+        self.weight = nnx.Param(jnp.zeros((size,), dtype))
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
+        wide = x.astype(jnp.float32)
+        mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+        scale = 1.0 + self.weight[...].astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))
+        return (wide * jax.lax.rsqrt(mean_square + self.eps) * scale).astype(x.dtype)
+
+
+class GatedAttention(nnx.Module):
+    """Grouped-query attention whose output is multiplied by a sigmoid gate, head by head.
+
+    The first `rotary_dim` dims of a head rotate. Columns of `qkv`: query, gate, key, value.
+    """
+
+    def __init__(self, config: TargetConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
+        self.head_dim, self.rotary_dim = config.head_dim, config.hybrid.rotary_dim
+        columns = 2 * (config.num_heads + config.num_kv_heads) * config.head_dim
+        rows = config.num_heads * config.head_dim
+        self.qkv = nnx.Param(fan_in_normal(rngs.params(), (config.hidden_size, columns), dtype))
+        self.out = nnx.Param(fan_in_normal(rngs.params(), (rows, config.hidden_size), dtype))
+        self.query_norm = ZeroCentredNorm(config.head_dim, config.rms_norm_eps, dtype=dtype)
+        self.key_norm = ZeroCentredNorm(config.head_dim, config.rms_norm_eps, dtype=dtype)
+
+    def _rotate(self, x: Array, cos: Array, sin: Array) -> Array:
+        first, rest = jnp.split(x, [self.rotary_dim], axis=-1)
+        return jnp.concatenate([rotate(first, cos, sin), rest], axis=-1)
+
+    def __call__(
+        self, number: int, x: Float[Array, "B R D"], cos: Array, sin: Array, attend: Attend
+    ) -> tuple[Float[Array, "B R D"], Float[Array, "B R K H"], Float[Array, "B R K H"]]:
+        """Output, and the rows to cache. number: which of the attention layers this is."""
+        heads = project(x, self.qkv[...]).reshape(*x.shape[:2], -1, self.head_dim)
+        queries = 2 * self.num_heads
+        ends = [self.num_heads, queries, queries + self.num_kv_heads]
+        query, gate, key, value = jnp.split(heads, ends, axis=2)
+        query = self._rotate(self.query_norm(query), cos, sin)
+        key = self._rotate(self.key_norm(key), cos, sin)
+        mixed = attend(number, query, key, value) * jax.nn.sigmoid(gate)
+        return project(mixed.reshape(*x.shape[:2], -1), self.out[...]), key, value
+
+
+class HybridLayer(nnx.Module):
+    """Pre-norm residual layer: `attention` or `gdn`, then an MLP or experts."""
+
+    def __init__(self, config: TargetConfig, *, attends: bool, dtype: DTypeLike, rngs: nnx.Rngs):
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.mixer_norm = ZeroCentredNorm(hidden, eps, dtype=dtype)
+        self.attention = GatedAttention(config, dtype=dtype, rngs=rngs) if attends else None
+        self.gdn = None if attends else GatedDeltaNet(config, dtype=dtype, rngs=rngs)
+        self.mlp_norm = ZeroCentredNorm(hidden, eps, dtype=dtype)
+        if config.moe is None:
+            self.mlp = MLP(config, dtype=dtype, init=fan_in_normal, rngs=rngs)
+        else:
+            self.mlp = MoE(config, dtype=dtype, rngs=rngs)
+
+    def finish(
+        self, x: Float[Array, "B R D"], mixed: Float[Array, "B R D"], kernels: Implementation
+    ) -> Float[Array, "B R D"]:
+        """Residual sums around the mixer's output and the MLP."""
+        x = x + mixed
+        return x + sum_parts(self.mlp(self.mlp_norm(x), kernels), x.dtype)
+
+
+class Qwen3_5(Qwen3):
+    """Qwen3_5ForCausalLM and Qwen3_5MoeForCausalLM. Source: arXiv 2412.06464 for the recurrence,
+    transformers `modeling_qwen3_5` for the rest, in our own equations."""
+
+    def make_layer(self, index: int, *, dtype: DTypeLike, rngs: nnx.Rngs) -> HybridLayer:
+        attends = index in self.config.attention_layers
+        return HybridLayer(self.config, attends=attends, dtype=dtype, rngs=rngs)
+
+    def make_norm(self, *, dtype: DTypeLike) -> ZeroCentredNorm:
+        return ZeroCentredNorm(self.config.hidden_size, self.config.rms_norm_eps, dtype=dtype)
+
+    def __call__(
+        self,
+        tokens: Int[Array, "B R"],
+        positions: Int[Array, "B R"],
+        attend: Attend,
+        tap_layers: tuple[int, ...] = (),
+        recur: Recur | None = None,
+        kernels: Implementation = None,
+    ) -> TargetRows:
+        """As of a plain target; `recur` is the recurrence of the layers that do not attend."""
+        x = self.embed(tokens)
+        rotary_dim = self.config.hybrid.rotary_dim
+        cos, sin = rope_tables(self.config.rope, rotary_dim, positions, x.dtype)
+        taps, keys, values = {}, [], []
+        for index, layer in enumerate(self.layers):
+            rows = layer.mixer_norm(x)
+            if layer.attention is None:
+                mixed = layer.gdn(index - len(keys), rows, recur)
+            else:
+                mixed, key, value = layer.attention(len(keys), rows, cos, sin, attend)
+                keys.append(key)
+                values.append(value)
+            x = layer.finish(x, mixed, kernels)
+            if index in tap_layers:
+                taps[index] = x
+        features = [taps[index] for index in tap_layers] or [x[..., :0]]
+        return TargetRows(
+            self.norm(x), jnp.concatenate(features, axis=-1), tuple(keys), tuple(values)
+        )

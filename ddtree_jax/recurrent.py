@@ -1,0 +1,183 @@
+"""State of Gated DeltaNet layers: what a slot keeps beside its cache, and how it moves on.
+
+As with the cache, verify only reads it: each layer's rows of a tree stay outside as a stash until
+commit moves the state along the accepted path.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Float32, Int
+
+from ddtree_jax.config import HybridConfig, TargetConfig
+from ddtree_jax.models.gdn import GdnRows, convolve
+from ddtree_jax.tree import Tree
+from pallas_kernels import gdn_chunk, gdn_commit, gdn_tree
+
+
+class RecurrentState(NamedTuple):
+    """One entry a recurrent layer. matrix: float32 whatever the model's dtype. conv: the last
+    inputs of the convolution, in the model's dtype; zero before the start."""
+
+    matrix: tuple[Float32[Array, "B Hv Dk Dv"], ...]
+    conv: tuple[Float[Array, "B W1 Ck"], ...]
+
+
+class Stash(NamedTuple):
+    """Rows of one layer that commit may need: of each node its input to the convolution, its key,
+    the update it makes and its log-decay. Nothing of a state's size."""
+
+    mixed: Float[Array, "B T Ck"]
+    key: Float[Array, "B T Hk Dk"]
+    update: Float32[Array, "B T Hv Dv"]
+    log_decay: Float32[Array, "B T Hv"]
+
+
+def init_recurrent(config: TargetConfig, slots: int, dtype: DTypeLike) -> RecurrentState | None:
+    """The state before any token; None for a target whose layers all attend."""
+    hybrid = config.hybrid
+    if hybrid is None:
+        return None
+    matrix = (slots, hybrid.num_value_heads, hybrid.key_dim, hybrid.value_dim)
+    conv = (slots, hybrid.conv_width - 1, hybrid.conv_channels)
+    layers = config.recurrent_layers
+    return RecurrentState(
+        tuple(jnp.zeros(matrix, jnp.float32) for _ in layers),
+        tuple(jnp.zeros(conv, dtype) for _ in layers),
+    )
+
+
+def tree_window(tree: Tree, width: int) -> Int[Array, "B T W"]:
+    """For each node and distance 0..W-1: the row that lies so far back on its path, in the W - 1
+    committed inputs followed by the tree's. One table serves all layers."""
+    node = jnp.arange(tree.token.shape[1], dtype=jnp.int32)
+    ancestor = jnp.broadcast_to(node[None, :], tree.token.shape)
+    window = []
+    for distance in range(width):
+        committed = width - 1 - (distance - tree.depth)
+        window.append(jnp.where(ancestor < 0, committed, width - 1 + ancestor))
+        up = jnp.take_along_axis(tree.parent, jnp.maximum(ancestor, 0), axis=1)
+        ancestor = jnp.where(ancestor < 0, -1, up)
+    return jnp.stack(window, axis=2)
+
+
+class TreeRecurrence:
+    """The recurrence of a tree's nodes; `stash` fills as the layers of one pass call it."""
+
+    def __init__(
+        self,
+        config: HybridConfig,
+        state: RecurrentState,
+        tree: Tree,
+        visible: Bool[Array, "B T T"],
+        *,
+        max_depth: int,
+        implementation: str | None,
+    ):
+        self.stash: list[Stash] = []
+        self._config, self._state, self._visible = config, state, visible
+        self._window = tree_window(tree, config.conv_width)
+        self._settings = {"max_depth": max_depth, "implementation": implementation}
+
+    def __call__(self, number: int, rows: GdnRows) -> Float[Array, "B T Hv Dv"]:
+        heads = convolve(self._config, rows, self._state.conv[number], self._window)
+        nodes = gdn_tree(
+            *heads,
+            rows.log_decay,
+            rows.beta,
+            self._state.matrix[number],
+            self._visible,
+            **self._settings,
+        )
+        self.stash.append(Stash(rows.mixed, heads.key, nodes.update, rows.log_decay))
+        return nodes.out
+
+
+def commit_recurrent(
+    state: RecurrentState,
+    stash: tuple[Stash, ...],
+    path: Int[Array, "B R"],
+    count: Int[Array, " B"],
+    implementation: str | None,
+) -> RecurrentState:
+    """The state after the first `count` nodes of `path`; count 0 changes nothing."""
+    matrix, conv = [], []
+    for old, before, rows in zip(state.matrix, state.conv, stash, strict=True):
+        matrix.append(
+            gdn_commit(
+                old,
+                rows.key,
+                rows.update,
+                rows.log_decay,
+                path,
+                count,
+                implementation=implementation,
+            )
+        )
+        conv.append(_last_inputs(before, rows.mixed, path, count))
+    return RecurrentState(tuple(matrix), tuple(conv))
+
+
+def _last_inputs(
+    before: Float[Array, "B W1 Ck"],
+    mixed: Float[Array, "B T Ck"],
+    path: Int[Array, "B R"],
+    count: Int[Array, " B"],
+) -> Float[Array, "B W1 Ck"]:
+    """The last W - 1 of `before` followed by the path's rows."""
+    kept = before.shape[1]
+    # Place of each of them in that sequence, of which the first `kept` are before the path.
+    place = count[:, None] + jnp.arange(kept, dtype=jnp.int32)[None, :]
+    on_path = jnp.clip(place - kept, 0, path.shape[1] - 1)
+    node = jnp.maximum(jnp.take_along_axis(path, on_path, axis=1), 0)
+    new = jnp.take_along_axis(mixed, node[:, :, None], axis=1)
+    old = jnp.take_along_axis(before, jnp.minimum(place, kept - 1)[:, :, None], axis=1)
+    return jnp.where((place >= kept)[:, :, None], new, old)
+
+
+class ChunkRecurrence:
+    """The recurrence of part of a prompt: P rows, `count` of them real, in one slot.
+
+    `take` gives the whole state with this slot moved on, once all layers have called.
+    """
+
+    def __init__(
+        self,
+        config: HybridConfig,
+        state: RecurrentState,
+        slot: Int[Array, " 1"],
+        start: Int[Array, " 1"],
+        count: Int[Array, " 1"],
+        size: int,
+    ):
+        self._config, self._state = config, state
+        self._slot, self._start, self._count = slot, start, count
+        self._path = jnp.arange(size, dtype=jnp.int32)[None, :]
+        behind = jnp.arange(config.conv_width, dtype=jnp.int32)[None, None, :]
+        self._window = self._path[:, :, None] + (config.conv_width - 1) - behind
+        self._matrix: list[Array] = []
+        self._conv: list[Array] = []
+
+    def __call__(self, number: int, rows: GdnRows) -> Float[Array, "1 P Hv Dv"]:
+        before, matrix = (
+            self._of_slot(part[number]) for part in (self._state.conv, self._state.matrix)
+        )
+        heads = convolve(self._config, rows, before, self._window)
+        out, matrix = gdn_chunk(*heads, rows.log_decay, rows.beta, matrix, self._count)
+        self._matrix.append(matrix)
+        self._conv.append(_last_inputs(before, rows.mixed, self._path, self._count))
+        return out
+
+    def _of_slot(self, part: Array) -> Array:
+        """The slot's entry; nothing of the slot's last request is left at a prompt's start."""
+        return jnp.where(self._start[0] == 0, jnp.zeros((), part.dtype), part[self._slot])
+
+    def take(self) -> RecurrentState:
+        def put(whole: tuple[Array, ...], entries: list[Array]) -> tuple[Array, ...]:
+            pairs = zip(whole, entries, strict=True)
+            return tuple(layer.at[self._slot].set(entry) for layer, entry in pairs)
+
+        return RecurrentState(
+            put(self._state.matrix, self._matrix), put(self._state.conv, self._conv)
+        )

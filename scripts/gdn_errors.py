@@ -1,0 +1,108 @@
+"""float32 errors of Gated DeltaNet over trees, against the node recurrence in float64.
+
+    python scripts/gdn_errors.py            # the table of docs/gdn.md, in markdown
+
+Random trees of at most 16 levels, and chains; heads of 128 x 128. Error: the largest difference
+in the output (of size 0.2) and in the state after the deepest path (of size 2.5).
+"""
+
+import argparse
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import gdn_commit, gdn_tree
+from pallas_kernels.gdn_tree import definition
+
+HEADS, KEY_HEADS, DIM = 4, 2, 128
+# name: nodes, levels, share of log-decays at -80, how far keys differ from a common one
+CASES = {
+    "T=17": (17, 16, 0.0, None),
+    "T=65": (65, 16, 0.0, None),
+    "T=129": (129, 16, 0.0, None),
+    "T=129, correlated keys": (129, 16, 0.0, 0.5),
+    "T=129, half of g = -80": (129, 16, 0.5, None),
+    "chain of 65, correlated keys": (65, 65, 0.0, 0.5),
+    "chain of 129, correlated keys": (129, 129, 0.0, 0.5),
+}
+
+
+def inputs(rng, nodes, levels, strong, spread):
+    """Arguments of `gdn_tree` in float32, and the parents."""
+    parent, depth = [-1], [0]
+    for node in range(1, nodes):
+        chain = levels >= nodes
+        choices = [n for n in range(node) if depth[n] < levels - 1]
+        parent.append(node - 1 if chain else int(rng.choice(choices)))
+        depth.append(depth[parent[-1]] + 1)
+    visible = np.eye(nodes, dtype=bool)
+    for node in range(1, nodes):
+        visible[node] |= visible[parent[node]]
+    query, key = rng.normal(size=(2, 1, nodes, KEY_HEADS, DIM))
+    if spread is not None:
+        key = rng.normal(size=(1, 1, KEY_HEADS, DIM)) + spread * key
+    value = rng.normal(size=(1, nodes, HEADS, DIM))
+    decay = -np.exp(rng.normal(size=(1, nodes, HEADS)) - 3)
+    decay = np.where(rng.random(decay.shape) < strong, -80.0, decay if not strong else -1e-3)
+    beta = 1 / (1 + np.exp(-rng.normal(size=decay.shape)))
+    state = rng.normal(size=(1, HEADS, DIM, DIM)) * 0.5
+    arrays = (query, key, value, decay, beta, state)
+    return [x.astype(np.float32) for x in arrays] + [visible[None]], parent
+
+
+def oracle(arrays, parent):
+    """Outputs and states of all nodes in float64, for the one slot."""
+    query, key, value, decay, beta, state = (np.float64(x)[0] for x in arrays[:5] + arrays[5:6])
+    query, key = (x / np.sqrt(np.sum(x * x, -1, keepdims=True) + 1e-6) for x in (query, key))
+    query, key = (np.repeat(x, HEADS // KEY_HEADS, axis=1) for x in (query * DIM**-0.5, key))
+    states, out = [], []
+    for node, above in enumerate(parent):
+        old = (states[above] if above >= 0 else state) * np.exp(decay[node])[:, None, None]
+        seen = np.einsum("hde,hd->he", old, key[node])
+        update = beta[node][:, None] * (value[node] - seen)
+        states.append(old + key[node][:, :, None] * update[:, None, :])
+        out.append(np.einsum("hde,hd->he", states[-1], query[node]))
+    return np.stack(out), states
+
+
+def errors(rng, case):
+    """(output, state) errors of the recurrence, the WY form, and the kernel in interpret mode."""
+    arrays, parent = inputs(rng, *case)
+    out, states = oracle(arrays, parent)
+    depth = arrays[6][0].sum(axis=1)
+    path = np.flatnonzero(arrays[6][0][int(depth.argmax())]).astype(np.int32)
+    methods = {
+        "recurrence": definition,
+        "WY by levels": functools.partial(
+            gdn_tree, max_depth=int(depth.max()) - 1, implementation="xla"
+        ),
+        "kernel": functools.partial(gdn_tree, max_depth=0, implementation="pallas"),
+    }
+    result = {}
+    for name, method in methods.items():
+        arguments = [jnp.asarray(x) for x in arrays]
+        got = jax.jit(method)(*arguments)
+        count = jnp.array([len(path)], jnp.int32)
+        new = gdn_commit(
+            arguments[5], arguments[1], got.update, arguments[3], jnp.asarray(path[None]), count
+        )
+        result[name] = (np.abs(got.out[0] - out).max(), np.abs(new[0] - states[path[-1]]).max())
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seed", type=int, default=0)
+    rng = np.random.default_rng(parser.parse_args().seed)
+    for number, (name, case) in enumerate(CASES.items()):
+        found = errors(rng, case)
+        if number == 0:
+            print("| case |", " | ".join(f"{method}: o, S" for method in found), "|")
+            print("|---" * (1 + len(found)) + "|")
+        print(f"| {name} |", " | ".join(f"{o:.1e}, {s:.1e}" for o, s in found.values()), "|")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""Kernels of the newer targets compile for the H200: Gated DeltaNet at the shapes of Qwen3.6-27B,
+grouped matmul at those of Qwen3.6-35B-A3B."""
+
+import functools
+import math
+
+import aot
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import gdn_commit, gdn_tree, grouped_matmul, shapes
+
+TRITON_CALL = "__gpu$xla.gpu.triton"
+
+
+def arguments(shape):
+    """Arguments of `gdn_tree`."""
+    rows = (shape.slots, shape.nodes)
+    keys = aot.argument((*rows, shape.key_heads, shape.key_dim), jnp.bfloat16)
+    values = aot.argument((*rows, shape.heads, shape.value_dim), jnp.bfloat16)
+    numbers = aot.argument((*rows, shape.heads), jnp.float32)
+    state = aot.argument((shape.slots, shape.heads, shape.key_dim, shape.value_dim), jnp.float32)
+    visible = aot.argument((*rows, shape.nodes), jnp.bool_)
+    return keys, keys, values, numbers, numbers, state, visible
+
+
+@pytest.mark.parametrize("name", ["qwen3_6_27b_decode", "qwen3_6_27b_tree_batch"])
+def test_gdn_tree_compiles_to_one_launch(name):
+    shape = shapes.GDN[name]
+    lowered = aot.lower(functools.partial(gdn_tree, max_depth=shape.depths), *arguments(shape))
+    assert lowered.as_text().count(TRITON_CALL) == 1
+    memory = aot.compile(lowered).memory_analysis()
+    # Nothing of the size of a state: sums of log-decays a value tile are all it keeps.
+    state = shape.heads * shape.key_dim * shape.value_dim * 4
+    assert memory.temp_size_in_bytes < state
+
+
+def test_gdn_commit_updates_the_state_in_place():
+    shape = shapes.GDN["qwen3_6_27b_tree_batch"]
+    _, key, value, numbers, _, state, _ = arguments(shape)
+    update = aot.argument(value.shape, jnp.float32)
+    path = aot.argument((shape.slots, shape.depths + 1), jnp.int32)
+    count = aot.argument((shape.slots,), jnp.int32)
+    lowered = aot.lower(gdn_commit, state, key, update, numbers, path, count, donate_argnums=(0,))
+    assert lowered.as_text().count(TRITON_CALL) == 1
+    memory = aot.compile(lowered).memory_analysis()
+    assert memory.alias_size_in_bytes == 4 * math.prod(state.shape)
+    assert memory.temp_size_in_bytes == 0
+
+
+@pytest.mark.parametrize("nodes", [1, 64, 512])
+def test_grouped_matmul_compiles_and_copies_no_expert(nodes):
+    experts, chosen, hidden, inner = 256, 8, 2048, 512
+    rows = aot.argument((chosen * nodes, hidden), jnp.bfloat16)
+    kernels = aot.argument((experts, hidden, 2 * inner), jnp.bfloat16)
+    lowered = aot.lower(grouped_matmul, rows, kernels, aot.argument((experts,), jnp.int32))
+    assert lowered.as_text().count(TRITON_CALL) == 1
+    assert aot.compile(lowered).memory_analysis().temp_size_in_bytes < 1e6

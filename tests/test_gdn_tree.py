@@ -1,0 +1,277 @@
+"""Gated DeltaNet over trees: every implementation against the node recurrence in float64."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jaxtyping import TypeCheckError
+
+from pallas_kernels import gdn_chunk, gdn_commit, gdn_tree, gdn_tree_pallas
+from pallas_kernels.gdn_tree import definition
+
+# Measured maxima over these cases are at most a third of the bounds (docs/gdn.md has the table).
+OUT_ERROR = {jnp.float32: 1e-6, jnp.bfloat16: 4e-3}
+UPDATE_ERROR = 5e-6
+
+
+class Case(NamedTuple):
+    """B, T, Hk, Hv, Dk, Dv and what else the case is about."""
+
+    slots: int = 1
+    nodes: int = 17
+    key_heads: int = 1
+    heads: int = 3
+    key_dim: int = 16
+    value_dim: int = 32
+    levels: int = 16  # of the tree, the root's included
+    padding: int = 0  # nodes at the end that nothing sees
+    decay: str = "mild"
+    correlated: bool = False
+    dtype: type = jnp.float32
+
+
+CASES = {
+    "one_node": Case(slots=3, nodes=1),
+    "chain_of_16": Case(nodes=16, levels=99, key_heads=2, heads=4),
+    "ragged": Case(slots=3, nodes=17, padding=5),
+    "real_width": Case(nodes=64, key_dim=128, value_dim=128, heads=2),
+    "strong_decay": Case(nodes=65, decay="strong", value_dim=64),
+    "correlated_keys": Case(nodes=64, key_dim=64, correlated=True),
+    "correlated_chain": Case(nodes=40, levels=99, correlated=True),
+    "bfloat16": Case(slots=2, nodes=33, key_dim=64, heads=2, dtype=jnp.bfloat16),
+    "large_padded": Case(nodes=257, padding=37, heads=1),
+}
+
+
+class Arguments(NamedTuple):
+    query: np.ndarray
+    key: np.ndarray
+    value: np.ndarray
+    log_decay: np.ndarray
+    beta: np.ndarray
+    state: np.ndarray
+    visible: np.ndarray
+
+
+def random_parents(rng, nodes, levels, padding):
+    """Parents first; a chain if the levels allow, else a random tree of at most `levels`."""
+    parent, depth = [-1], [0]
+    for node in range(1, nodes):
+        if node >= nodes - padding:
+            parent.append(-1)
+            depth.append(0)
+            continue
+        above = node - 1
+        if levels < 99:
+            known = nodes - padding if node > nodes - padding else node
+            above = int(rng.choice([n for n in range(known) if depth[n] < levels - 1]))
+        parent.append(above)
+        depth.append(depth[above] + 1)
+    return parent
+
+
+def ancestors(parent):
+    seen = np.eye(len(parent), dtype=bool)
+    for node, above in enumerate(parent):
+        if above >= 0:
+            seen[node] |= seen[above]
+    return seen
+
+
+def arguments(case, seed=0):
+    """Random arguments, and the parents of each slot."""
+    rng = np.random.default_rng(seed)
+    b, t, hk, hv, dk, dv = case[:6]
+    parents = [random_parents(rng, t, case.levels, case.padding) for _ in range(b)]
+    query, key = rng.normal(size=(2, b, t, hk, dk))
+    if case.correlated:
+        key = rng.normal(size=(b, 1, hk, dk)) + 0.3 * key
+    value = rng.normal(size=(b, t, hv, dv))
+    log_decay = -np.exp(rng.normal(size=(b, t, hv)) - 3)
+    if case.decay == "strong":
+        log_decay = np.where(rng.random((b, t, hv)) < 0.5, -80.0, -1e-3)
+    beta = 1 / (1 + np.exp(-rng.normal(size=(b, t, hv)) - 1))
+    beta[:, t - case.padding :] = 0.0
+    state = rng.normal(size=(b, hv, dk, dv)) * 0.5
+    rows = (np.array(jnp.asarray(x, case.dtype)) for x in (query, key, value))
+    numbers = (x.astype(np.float32) for x in (log_decay, beta, state))
+    visible = np.stack([ancestors(parent) for parent in parents])
+    return Arguments(*rows, *numbers, visible), parents
+
+
+def normalised(x):
+    x = np.asarray(x, np.float64)
+    return x / np.sqrt(np.sum(x * x, axis=-1, keepdims=True) + 1e-6)
+
+
+def oracle(args, parents):
+    """Outputs, updates, and the state of every node, all float64 in numpy loops over nodes."""
+    group = args.value.shape[2] // args.key.shape[2]
+    query = np.repeat(normalised(args.query), group, axis=2) * args.key.shape[3] ** -0.5
+    key = np.repeat(normalised(args.key), group, axis=2)
+    value, decay = np.asarray(args.value, np.float64), np.exp(np.float64(args.log_decay))
+    beta, start = np.float64(args.beta), np.float64(args.state)
+    out, update = np.zeros(value.shape), np.zeros(value.shape)
+    states = np.zeros((value.shape[0], value.shape[1], *start.shape[1:]))
+    for slot, parent in enumerate(parents):
+        for node, above in enumerate(parent):
+            old = start[slot] if above < 0 else states[slot, above]
+            old = old * decay[slot, node][:, None, None]
+            seen = np.einsum("hde,hd->he", old, key[slot, node])
+            update[slot, node] = beta[slot, node][:, None] * (value[slot, node] - seen)
+            new = old + key[slot, node][:, :, None] * update[slot, node][:, None, :]
+            states[slot, node] = new
+            out[slot, node] = np.einsum("hde,hd->he", new, query[slot, node])
+    return out, update, states
+
+
+def depth_of(parents):
+    return max(int(ancestors(parent).sum(axis=1).max()) - 1 for parent in parents)
+
+
+@functools.cache
+def compiled(implementation, depth):
+    if implementation == "definition":
+        return jax.jit(definition)
+    return jax.jit(functools.partial(gdn_tree, max_depth=depth, implementation=implementation))
+
+
+def run(implementation, args, parents):
+    depth = depth_of(parents)
+    return compiled(implementation, depth)(*jax.tree.map(jnp.asarray, args))
+
+
+IMPLEMENTATIONS = ["xla", "pallas"]
+
+
+@pytest.mark.parametrize(
+    ("name", "implementation"),
+    [(name, implementation) for name in CASES for implementation in IMPLEMENTATIONS]
+    + [("ragged", "definition"), ("strong_decay", "definition"), ("bfloat16", "definition")],
+)
+def test_every_node_continues_its_parents_state(name, implementation):
+    case = CASES[name]
+    args, parents = arguments(case)
+    out, update, _ = oracle(args, parents)
+    got = run(implementation, args, parents)
+    assert got.out.dtype == case.dtype and got.update.dtype == jnp.float32
+    real = case.nodes - case.padding
+    np.testing.assert_allclose(
+        np.asarray(got.out, np.float64)[:, :real],
+        out[:, :real],
+        atol=OUT_ERROR[case.dtype],
+        rtol=0 if case.dtype == jnp.float32 else 1e-2,
+    )
+    np.testing.assert_allclose(got.update[:, :real], update[:, :real], atol=UPDATE_ERROR, rtol=0)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", ["ragged", "strong_decay", "correlated_chain", "bfloat16"])
+def test_commit_gives_the_state_of_the_paths_last_node(name, implementation):
+    args, parents = arguments(CASES[name], seed=3)
+    _, _, states = oracle(args, parents)
+    update = run(implementation, args, parents).update
+    width = depth_of(parents) + 1
+    path, count, expected = [], [], np.float64(args.state)
+    for slot, parent in enumerate(parents):
+        last = int(np.argmax(ancestors(parent).sum(axis=1)))
+        nodes = np.flatnonzero(ancestors(parent)[last])
+        if slot == 1:  # A slot that accepts a part, and one that does not run.
+            nodes = nodes[:2]
+        if slot == 2:
+            nodes = nodes[:0]
+        path.append(np.pad(nodes, (0, width - len(nodes)), constant_values=-1))
+        count.append(len(nodes))
+        if len(nodes):
+            expected[slot] = states[slot, nodes[-1]]
+    new = jax.jit(functools.partial(gdn_commit, implementation=implementation))(
+        args.state,
+        args.key,
+        update,
+        args.log_decay,
+        np.array(path, np.int32),
+        np.array(count, np.int32),
+    )
+    np.testing.assert_allclose(new, expected, atol=5e-6, rtol=0)
+    if len(parents) > 2:
+        np.testing.assert_array_equal(new[2], args.state[2])
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_what_padding_holds_changes_nothing(implementation):
+    case = CASES["ragged"]
+    args, parents = arguments(case)
+    real = case.nodes - case.padding
+    other = jax.tree.map(np.copy, args)
+    for array in other[:5]:
+        array[:, real:] = 9.0
+    other.log_decay[:, real:] = -5.0
+    first, second = (run(implementation, x, parents) for x in (args, other))
+    np.testing.assert_array_equal(first.out[:, :real], second.out[:, :real])
+    np.testing.assert_array_equal(first.update[:, :real], second.update[:, :real])
+
+
+@pytest.mark.parametrize(("block_rows", "block_columns", "tile"), [(16, 16, 16), (32, 64, 64)])
+def test_kernel_gives_the_same_for_any_config(block_rows, block_columns, tile):
+    args, parents = arguments(CASES["strong_decay"], seed=2)
+    config = gdn_tree_pallas.Config(
+        block_rows=block_rows, block_columns=block_columns, value_tile=tile
+    )
+    call = functools.partial(gdn_tree_pallas.gdn_tree, interpret=True, config=config)
+    got, update = jax.jit(call)(*jax.tree.map(jnp.asarray, args))
+    out, wanted, _ = oracle(args, parents)
+    np.testing.assert_allclose(got, out, atol=1e-6, rtol=0)
+    np.testing.assert_allclose(update, wanted, atol=UPDATE_ERROR, rtol=0)
+
+
+CHAIN = Case(slots=3, nodes=192, levels=99, key_heads=2, heads=4, decay="mild")
+
+
+@pytest.mark.parametrize("rows", [64, 32])
+def test_chunks_are_the_chain_and_padding_leaves_the_state_exact(rows):
+    args, parents = arguments(CHAIN, seed=1)
+    out, _, states = oracle(args, parents)
+    count = np.array([192, 70, 1], np.int32)
+    chunk = jax.jit(functools.partial(gdn_chunk, rows=rows))
+    got, state = chunk(*args[:6], count)
+    for slot, size in enumerate(count):
+        np.testing.assert_allclose(got[slot, :size], out[slot, :size], atol=1e-6, rtol=0)
+        np.testing.assert_allclose(state[slot], states[slot, size - 1], atol=5e-6, rtol=0)
+    # Whatever the padding holds, the state is the same bit by bit.
+    other = jax.tree.map(np.copy, args[:6])
+    for array in other[:5]:
+        array[1, 70:], array[2, 1:] = 3.0, -3.0
+    np.testing.assert_array_equal(chunk(*other, count)[1], state)
+
+
+def test_a_chunk_of_no_rows_keeps_the_state():
+    args, _ = arguments(CHAIN, seed=1)
+    _, state = gdn_chunk(*jax.tree.map(jnp.asarray, args[:6]), jnp.zeros((3,), jnp.int32))
+    np.testing.assert_array_equal(state, args.state)
+
+
+def test_gdn_refuses_bad_arguments():
+    args, _ = arguments(CASES["one_node"])
+    args = Arguments(*jax.tree.map(jnp.asarray, args))
+    # The annotations that tests check find a wrong shape before the op's own check can.
+    with pytest.raises((ValueError, TypeCheckError)):
+        gdn_tree(*args._replace(state=args.state[..., :16]), max_depth=0)
+    with pytest.raises(ValueError, match="`query` must be float32"):
+        gdn_tree(*args._replace(query=args.query.astype(jnp.bfloat16)), max_depth=0)
+    two = args._replace(
+        **{name: jnp.repeat(getattr(args, name), 2, 2) for name in ("query", "key")}
+    )
+    with pytest.raises(ValueError, match="multiple of key's 2 heads, got 3"):
+        gdn_tree(*two, max_depth=0)
+    with pytest.raises(ValueError, match="`max_depth` must not be negative"):
+        gdn_tree(*args, max_depth=-1)
+    narrow = args._replace(key=args.key[..., :12], query=args.query[..., :12])
+    narrow = narrow._replace(state=args.state[:, :, :12])
+    with pytest.raises(NotImplementedError, match="key dim must be a power of two.*use impl"):
+        gdn_tree(*narrow, max_depth=0, implementation="pallas")
+    with pytest.raises(ValueError, match="multiple of 64 rows, got 65; pad it"):
+        chain, _ = arguments(Case(nodes=65))
+        gdn_chunk(*jax.tree.map(jnp.asarray, chain[:6]), jnp.array([65], jnp.int32))
