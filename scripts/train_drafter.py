@@ -89,7 +89,9 @@ def draft_hidden(drafter: DFlash, embedding, features, texts: Texts, anchors):
     )
     offset = jnp.arange(block)[None, None, :]
     places = (anchors - texts.start[:, None])[..., None] + offset
-    hidden = drafter(rows.reshape(batch, count * block, -1), places.reshape(batch, -1), attend)
+    hidden = drafter(
+        rows.reshape(batch, count * block, -1), places.reshape(batch, -1), attend, kernels="xla"
+    )
     return hidden.reshape(batch, count, block, -1)
 
 
@@ -120,6 +122,7 @@ def run_target(target: TrainedQwen3, texts: Texts, taps: tuple[int, ...]):
         positions_of(texts.start, width),
         lambda _, query, key, value: training.masked_attention(query, key, value, visible),
         taps,
+        kernels="xla",
     )
 
 

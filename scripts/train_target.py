@@ -77,7 +77,7 @@ def make_step(
         model = rebuild(params, jnp.bfloat16)
         inputs, labels = tokens[:, :-1], tokens[:, 1:]
         positions = jnp.broadcast_to(jnp.arange(inputs.shape[1])[None], inputs.shape)
-        logits = model.logits(model(inputs, positions, attend).hidden)
+        logits = model.logits(model(inputs, positions, attend, kernels="xla").hidden)
         total = jax.nn.logsumexp(logits, axis=-1)
         chosen = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
         loss = jnp.mean(total - chosen)
@@ -161,7 +161,7 @@ def bits_per_byte(
     def score(params, tokens, first, last):
         model = rebuild(params, jnp.bfloat16)
         positions = jnp.broadcast_to(jnp.arange(width)[None], tokens.shape)
-        hidden = model(tokens, positions, training.causal_attend("xla")).hidden
+        hidden = model(tokens, positions, training.causal_attend("xla"), kernels="xla").hidden
         logs = jax.nn.log_softmax(model.logits(hidden[:, :-1]), axis=-1)
         label = jnp.take_along_axis(logs, tokens[:, 1:, None], axis=-1)[..., 0]
         at = jnp.arange(1, width)[None, :]
