@@ -18,6 +18,8 @@ from ddtree_jax.continuation import Continuation
 from ddtree_jax.engine import Engine
 from ddtree_jax.engine import Progress as RequestProgress
 from ddtree_jax.errors import known_arguments_only, require
+from ddtree_jax.models.dflash import DFlash
+from ddtree_jax.models.mtp import MTP
 from ddtree_jax.outputs import RequestOutput, StreamEvent
 from ddtree_jax.plan import (
     Acceptance,
@@ -106,14 +108,9 @@ class LLM:
             target, draft, settings, kernels, max_length, progress
         )
         self.tokenizer = _load_tokenizer(folder)
-        drafter = None
-        if plan.mtp:
-            drafter = load_mtp(folder, jnp.dtype(dtype))
-        elif draft_folder is not None:
-            drafter = load_draft(draft_folder, jnp.dtype(dtype))
         self._engine = Engine(
             load_target(folder, jnp.dtype(dtype)),
-            drafter,
+            _load_drafter(folder, draft_folder, plan, jnp.dtype(dtype)),
             plan,
             max_slots=max_slots,
             max_length=max_length,
@@ -319,6 +316,15 @@ def _prepare(
     draft_config = read_config(draft_folder)
     draft_config.check_fits(config)
     return folder, draft_folder, RoundPlan.of(settings, draft_config, kernels)
+
+
+def _load_drafter(
+    folder: Path, draft_folder: Path | None, plan: RoundPlan, dtype: jnp.dtype
+) -> DFlash | MTP | None:
+    """What drafts under `plan`: the target's own MTP block, or a model of its own."""
+    if plan.mtp:
+        return load_mtp(folder, dtype)
+    return None if draft_folder is None else load_draft(draft_folder, dtype)
 
 
 def _load_tokenizer(folder: Path) -> Any | None:

@@ -5,7 +5,7 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Float32
 
 from pallas_kernels import add_norm_pallas, dispatch
 from pallas_kernels.skinny_matmul import sum_parts
@@ -61,7 +61,11 @@ def definition(
 
 def rms_norm(x: Float[Array, "*batch D"], scale: Array, *, eps: float) -> Float[Array, "*batch D"]:
     """x / rms(x) * scale over the last axis; the mean of squares in float32."""
+    return unit_rms(x, eps).astype(x.dtype) * scale.reshape((1,) * (x.ndim - 1) + (-1,))
+
+
+def unit_rms(x: Float[Array, "*batch D"], eps: float) -> Float32[Array, "*batch D"]:
+    """x / rms(x) over the last axis, in float32: how to round and scale is the caller's."""
     wide = x.astype(jnp.float32)
     mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
-    normed = (wide * jax.lax.rsqrt(mean_square + eps)).astype(x.dtype)
-    return normed * scale.reshape((1,) * (x.ndim - 1) + (-1,))
+    return wide * jax.lax.rsqrt(mean_square + eps)

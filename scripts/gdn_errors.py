@@ -8,6 +8,7 @@ in the output (of size 0.2) and in the state after the deepest path (of size 2.5
 
 import argparse
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,17 +30,35 @@ CASES = {
 }
 
 
+class Arguments(NamedTuple):
+    """Of `gdn_tree`, as numpy arrays."""
+
+    query: np.ndarray
+    key: np.ndarray
+    value: np.ndarray
+    log_decay: np.ndarray
+    beta: np.ndarray
+    state: np.ndarray
+    visible: np.ndarray
+
+
+def ancestors(parent: list[int]) -> np.ndarray:
+    """bool [T, T]: whether row's node is column's node or comes after it on a path."""
+    seen = np.eye(len(parent), dtype=bool)
+    for node, above in enumerate(parent):
+        if above >= 0:
+            seen[node] |= seen[above]
+    return seen
+
+
 def inputs(rng, nodes, levels, strong, spread):
-    """Arguments of `gdn_tree` in float32, and the parents."""
+    """Arguments in float32 of one slot, and the parents."""
     parent, depth = [-1], [0]
     for node in range(1, nodes):
         chain = levels >= nodes
         choices = [n for n in range(node) if depth[n] < levels - 1]
         parent.append(node - 1 if chain else int(rng.choice(choices)))
         depth.append(depth[parent[-1]] + 1)
-    visible = np.eye(nodes, dtype=bool)
-    for node in range(1, nodes):
-        visible[node] |= visible[parent[node]]
     query, key = rng.normal(size=(2, 1, nodes, KEY_HEADS, DIM))
     if spread is not None:
         key = rng.normal(size=(1, 1, KEY_HEADS, DIM)) + spread * key
@@ -49,30 +68,41 @@ def inputs(rng, nodes, levels, strong, spread):
     beta = 1 / (1 + np.exp(-rng.normal(size=decay.shape)))
     state = rng.normal(size=(1, HEADS, DIM, DIM)) * 0.5
     arrays = (query, key, value, decay, beta, state)
-    return [x.astype(np.float32) for x in arrays] + [visible[None]], parent
+    return Arguments(*(x.astype(np.float32) for x in arrays), ancestors(parent)[None]), parent
 
 
-def oracle(arrays, parent):
-    """Outputs and states of all nodes in float64, for the one slot."""
-    query, key, value, decay, beta, state = (np.float64(x)[0] for x in arrays[:5] + arrays[5:6])
-    query, key = (x / np.sqrt(np.sum(x * x, -1, keepdims=True) + 1e-6) for x in (query, key))
-    query, key = (np.repeat(x, HEADS // KEY_HEADS, axis=1) for x in (query * DIM**-0.5, key))
-    states, out = [], []
-    for node, above in enumerate(parent):
-        old = (states[above] if above >= 0 else state) * np.exp(decay[node])[:, None, None]
-        seen = np.einsum("hde,hd->he", old, key[node])
-        update = beta[node][:, None] * (value[node] - seen)
-        states.append(old + key[node][:, :, None] * update[:, None, :])
-        out.append(np.einsum("hde,hd->he", states[-1], query[node]))
-    return np.stack(out), states
+def normalised(x):
+    x = np.asarray(x, np.float64)
+    return x / np.sqrt(np.sum(x * x, axis=-1, keepdims=True) + 1e-6)
+
+
+def oracle(args: Arguments, parents: list[list[int]]) -> tuple[np.ndarray, ...]:
+    """Outputs, updates, and the state of every node, all float64 in numpy loops over nodes."""
+    group = args.value.shape[2] // args.key.shape[2]
+    query = np.repeat(normalised(args.query), group, axis=2) * args.key.shape[3] ** -0.5
+    key = np.repeat(normalised(args.key), group, axis=2)
+    value, decay = np.asarray(args.value, np.float64), np.exp(np.float64(args.log_decay))
+    beta, start = np.float64(args.beta), np.float64(args.state)
+    out, update = np.zeros(value.shape), np.zeros(value.shape)
+    states = np.zeros((value.shape[0], value.shape[1], *start.shape[1:]))
+    for slot, parent in enumerate(parents):
+        for node, above in enumerate(parent):
+            old = start[slot] if above < 0 else states[slot, above]
+            old = old * decay[slot, node][:, None, None]
+            seen = np.einsum("hde,hd->he", old, key[slot, node])
+            update[slot, node] = beta[slot, node][:, None] * (value[slot, node] - seen)
+            new = old + key[slot, node][:, :, None] * update[slot, node][:, None, :]
+            states[slot, node] = new
+            out[slot, node] = np.einsum("hde,hd->he", new, query[slot, node])
+    return out, update, states
 
 
 def errors(rng, case):
     """(output, state) errors of the recurrence, the WY form, and the kernel in interpret mode."""
     arrays, parent = inputs(rng, *case)
-    out, states = oracle(arrays, parent)
-    depth = arrays[6][0].sum(axis=1)
-    path = np.flatnonzero(arrays[6][0][int(depth.argmax())]).astype(np.int32)
+    out, _, states = oracle(arrays, [parent])
+    depth = arrays.visible[0].sum(axis=1)
+    path = np.flatnonzero(arrays.visible[0][int(depth.argmax())]).astype(np.int32)
     methods = {
         "recurrence": definition,
         "WY by levels": functools.partial(
@@ -88,7 +118,7 @@ def errors(rng, case):
         new = gdn_commit(
             arguments[5], arguments[1], got.update, arguments[3], jnp.asarray(path[None]), count
         )
-        result[name] = (np.abs(got.out[0] - out).max(), np.abs(new[0] - states[path[-1]]).max())
+        result[name] = (np.abs(got.out - out).max(), np.abs(new[0] - states[0, path[-1]]).max())
     return result
 
 

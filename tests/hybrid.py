@@ -84,3 +84,26 @@ def run_whole(target: Qwen3, tokens: jax.Array, taps: tuple[int, ...] = ()):
     place = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     positions = jnp.broadcast_to(place, tokens.shape)
     return target(tokens, positions, causal_attend, taps, recur)
+
+
+def decode(engine, prompts, params):
+    """Tokens of each prompt; seeds are the places in the list."""
+    numbers = [engine.add_request(prompt, params, seed) for seed, prompt in enumerate(prompts)]
+    tokens = {number: [] for number in numbers}
+    while engine.has_unfinished:
+        for progress in engine.step():
+            tokens[progress.request] += [t for part in progress.rounds for t in part.tokens]
+    return [tokens[number] for number in numbers]
+
+
+@functools.cache
+def greedy(family: str, prompt: tuple[int, ...], count: int) -> list[int]:
+    """transformers' own continuation of a prompt, everything recomputed at each step."""
+    import torch
+
+    tokens = list(prompt)
+    for _ in range(count):
+        with torch.no_grad():
+            logits = oracle_of(family)(torch.tensor([tokens])).logits
+        tokens.append(int(logits[0, -1].argmax()))
+    return tokens[len(prompt) :]

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gdn_errors import Arguments, ancestors, oracle
 from jaxtyping import TypeCheckError
 
 from pallas_kernels import gdn_chunk, gdn_commit, gdn_tree, gdn_tree_pallas
@@ -46,16 +47,6 @@ CASES = {
 }
 
 
-class Arguments(NamedTuple):
-    query: np.ndarray
-    key: np.ndarray
-    value: np.ndarray
-    log_decay: np.ndarray
-    beta: np.ndarray
-    state: np.ndarray
-    visible: np.ndarray
-
-
 def random_parents(rng, nodes, levels, padding):
     """Parents first; a chain if the levels allow, else a random tree of at most `levels`."""
     parent, depth = [-1], [0]
@@ -71,14 +62,6 @@ def random_parents(rng, nodes, levels, padding):
         parent.append(above)
         depth.append(depth[above] + 1)
     return parent
-
-
-def ancestors(parent):
-    seen = np.eye(len(parent), dtype=bool)
-    for node, above in enumerate(parent):
-        if above >= 0:
-            seen[node] |= seen[above]
-    return seen
 
 
 def arguments(case, seed=0):
@@ -100,32 +83,6 @@ def arguments(case, seed=0):
     numbers = (x.astype(np.float32) for x in (log_decay, beta, state))
     visible = np.stack([ancestors(parent) for parent in parents])
     return Arguments(*rows, *numbers, visible), parents
-
-
-def normalised(x):
-    x = np.asarray(x, np.float64)
-    return x / np.sqrt(np.sum(x * x, axis=-1, keepdims=True) + 1e-6)
-
-
-def oracle(args, parents):
-    """Outputs, updates, and the state of every node, all float64 in numpy loops over nodes."""
-    group = args.value.shape[2] // args.key.shape[2]
-    query = np.repeat(normalised(args.query), group, axis=2) * args.key.shape[3] ** -0.5
-    key = np.repeat(normalised(args.key), group, axis=2)
-    value, decay = np.asarray(args.value, np.float64), np.exp(np.float64(args.log_decay))
-    beta, start = np.float64(args.beta), np.float64(args.state)
-    out, update = np.zeros(value.shape), np.zeros(value.shape)
-    states = np.zeros((value.shape[0], value.shape[1], *start.shape[1:]))
-    for slot, parent in enumerate(parents):
-        for node, above in enumerate(parent):
-            old = start[slot] if above < 0 else states[slot, above]
-            old = old * decay[slot, node][:, None, None]
-            seen = np.einsum("hde,hd->he", old, key[slot, node])
-            update[slot, node] = beta[slot, node][:, None] * (value[slot, node] - seen)
-            new = old + key[slot, node][:, :, None] * update[slot, node][:, None, :]
-            states[slot, node] = new
-            out[slot, node] = np.einsum("hde,hd->he", new, query[slot, node])
-    return out, update, states
 
 
 def depth_of(parents):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tiny_hybrid
 from flax import nnx
-from hybrid import oracle_of, target_of
+from hybrid import decode, greedy, oracle_of, target_of
 from models import randomise
 
 from ddtree_jax.config import AttentionKind, DraftConfig, RopeConfig
@@ -71,14 +71,8 @@ def engine_of(family, method="autoregressive", budget=0, slots=4, length=LENGTH)
     )
 
 
-def decode(engine, prompts, params):
-    """Tokens of each prompt; seeds are the places in the list."""
-    numbers = [engine.add_request(prompt, params, seed) for seed, prompt in enumerate(prompts)]
-    tokens = {number: [] for number in numbers}
-    while engine.has_unfinished:
-        for progress in engine.step():
-            tokens[progress.request] += [t for part in progress.rounds for t in part.tokens]
-    return [tokens[number] for number in numbers]
+def greedy_of(family, number, count=24):
+    return greedy(family, tuple(PROMPTS[number]), count)
 
 
 @functools.cache
@@ -86,17 +80,6 @@ def oracle_logits(family, tokens):
     """transformers' logits after each token of one sequence."""
     with torch.no_grad():
         return oracle_of(family)(torch.tensor([tokens])).logits[0].numpy()
-
-
-@functools.cache
-def greedy(family, number, count=24):
-    """transformers' own continuation of a prompt, everything recomputed at each step."""
-    tokens = list(PROMPTS[number])
-    for _ in range(count):
-        with torch.no_grad():
-            logits = oracle_of(family)(torch.tensor([tokens])).logits
-        tokens.append(int(logits[0, -1].argmax()))
-    return tokens[len(PROMPTS[number]) :]
 
 
 def state_after(family, prompts, params=GREEDY):
@@ -277,7 +260,7 @@ def tree_rounds(family, mode, truths, state):
 @pytest.mark.parametrize("slots", [1, 4])
 @pytest.mark.parametrize("family", tiny_hybrid.FAMILIES)
 def test_tree_rounds_give_transformers_greedy_tokens(family, slots):
-    truths = [greedy(family, number, 32) for number in range(slots)]
+    truths = [greedy_of(family, number, 32) for number in range(slots)]
     emitted, accepted = tree_rounds(family, "greedy", truths, state_after(family, PROMPTS[:slots]))
     for out, truth in zip(emitted, truths, strict=True):
         assert out == truth[: len(out)]
@@ -300,14 +283,14 @@ def test_tree_rounds_give_the_sampled_tokens_of_plain_decoding(family):
 @pytest.mark.parametrize("family", tiny_hybrid.FAMILIES)
 def test_engine_gives_transformers_greedy_tokens(family):
     """Six prompts through four slots: two slots are refilled."""
-    wanted = [greedy(family, number) for number in range(len(PROMPTS))]
+    wanted = [greedy_of(family, number) for number in range(len(PROMPTS))]
     assert decode(engine_of(family), PROMPTS, GREEDY) == wanted
     assert decode(engine_of(family, "ddtree", 12), PROMPTS, GREEDY) == wanted
 
 
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_one_slot_gives_the_same(family):
-    wanted = [greedy(family, number) for number in range(3)]
+    wanted = [greedy_of(family, number) for number in range(3)]
     assert decode(engine_of(family, "dflash", slots=1), PROMPTS[:3], GREEDY) == wanted
 
 
@@ -315,7 +298,7 @@ def test_one_slot_gives_the_same(family):
 def test_sampled_tokens_depend_on_the_seed_alone(family):
     plain = decode(engine_of(family), PROMPTS, SAMPLED)
     assert decode(engine_of(family, "ddtree", 12), PROMPTS, SAMPLED) == plain
-    assert plain != [greedy(family, number) for number in range(len(PROMPTS))]
+    assert plain != [greedy_of(family, number) for number in range(len(PROMPTS))]
 
 
 def test_a_long_prompt_enters_in_chunks():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tiny
 import tiny_hybrid
-from hybrid import mtp_of, oracle_of, run_whole, target_of
+from hybrid import decode, greedy, mtp_of, oracle_of, run_whole, target_of
 from models import causal_attend
 
 from ddtree_jax import LLM
@@ -47,24 +47,8 @@ def engine_of(family, method, slots, length=96, **settings):
     )
 
 
-def decode(engine, prompts, params):
-    numbers = [engine.add_request(prompt, params, seed) for seed, prompt in enumerate(prompts)]
-    tokens = {number: [] for number in numbers}
-    while engine.has_unfinished:
-        for progress in engine.step():
-            tokens[progress.request] += [t for part in progress.rounds for t in part.tokens]
-    return [tokens[number] for number in numbers]
-
-
-@functools.cache
-def greedy(family, number, count=16):
-    """transformers' own continuation of a prompt."""
-    tokens = list(PROMPTS[number])
-    for _ in range(count):
-        with torch.no_grad():
-            logits = oracle_of(family)(torch.tensor([tokens])).logits
-        tokens.append(int(logits[0, -1].argmax()))
-    return tokens[len(PROMPTS[number]) :]
+def greedy_of(family, number):
+    return greedy(family, tuple(PROMPTS[number]), 16)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -171,7 +155,7 @@ def test_drafts_are_those_without_a_cache(family, number):
     engine.step()
     state = jax.tree.map(jnp.copy, engine._state)
     engine.abort(request)
-    truth, emitted = greedy(family, number), [int(state.root[0])]
+    truth, emitted = greedy_of(family, number), [int(state.root[0])]
     draft, finish = _stages(family)
     for right in (3, 0, 2, 1):
         candidates, cache = draft(state)
@@ -191,7 +175,7 @@ def test_drafts_are_those_without_a_cache(family, number):
 @pytest.mark.parametrize(("family", "slots"), [("qwen3_5", 1), ("qwen3_5", 4), (FAMILIES[1], 4)])
 def test_engine_gives_transformers_greedy_tokens(family, slots):
     """Five prompts, so that slots are refilled; the shortest has no pair before the first round."""
-    wanted = [greedy(family, number)[:12] for number in range(len(PROMPTS))]
+    wanted = [greedy_of(family, number)[:12] for number in range(len(PROMPTS))]
     assert decode(engine_of(family, "mtp", slots), PROMPTS, GREEDY) == wanted
 
 
@@ -223,7 +207,7 @@ def test_llm_runs_a_target_with_mtp_and_refuses_one_without(tmp_path, monkeypatc
     settings = {"dtype": "float32", "max_slots": 4, "max_length": 96, "progress": False}
     llm = LLM(str(source), method="mtp", **settings)
     (output,) = llm.generate([PROMPTS[0]], GREEDY)
-    assert list(output.token_ids) == greedy("qwen3_5", 0)[:12]
+    assert list(output.token_ids) == greedy_of("qwen3_5", 0)[:12]
     plain = tiny.write_hf_target(tmp_path / "plain", np.random.default_rng(0))
     with pytest.raises(ValueError, match="'mtp' needs a target with an MTP block"):
         LLM(str(plain), method="mtp", **settings)

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Float32, Int
 
 from ddtree_jax.config import HybridConfig, TargetConfig
 from ddtree_jax.models.layers import fan_in_normal, project
+from pallas_kernels.add_norm import unit_rms
 
 
 class GdnRows(NamedTuple):
@@ -110,8 +111,6 @@ class GatedDeltaNet(nnx.Module):
         self, x: Float[Array, "B R Hv Dv"], gate: Float[Array, "B R Hv Dv"]
     ) -> Float[Array, "B R Hv Dv"]:
         """RMS norm of each head with an ordinary scale, times silu(gate); float32 inside."""
-        wide = x.astype(jnp.float32)
-        mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
-        normed = (wide * jax.lax.rsqrt(mean_square + self.eps)).astype(x.dtype)
+        normed = unit_rms(x, self.eps).astype(x.dtype)
         scaled = normed.astype(jnp.float32) * self.norm_scale[...][None, None, None, :]
         return (scaled * jax.nn.silu(gate.astype(jnp.float32))).astype(x.dtype)

@@ -18,6 +18,7 @@ from ddtree_jax.models.layers import (
 )
 from ddtree_jax.models.moe import MoE
 from ddtree_jax.models.qwen3 import Qwen3, TargetRows
+from pallas_kernels.add_norm import unit_rms
 from pallas_kernels.rotate_heads import rotate
 from pallas_kernels.skinny_matmul import sum_parts
 
@@ -30,10 +31,8 @@ class ZeroCentredNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
-        wide = x.astype(jnp.float32)
-        mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
         scale = 1.0 + self.weight[...].astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))
-        return (wide * jax.lax.rsqrt(mean_square + self.eps) * scale).astype(x.dtype)
+        return (unit_rms(x, self.eps) * scale).astype(x.dtype)
 
 
 class GatedAttention(nnx.Module):
