@@ -38,7 +38,7 @@ def unsupported(dtype: jnp.dtype, inner: int, columns: int) -> str | None:
     return None
 
 
-def default_config(rows: int, inner: int, columns: int, dtype: jnp.dtype) -> Config:
+def default_config(inner: int, columns: int, dtype: jnp.dtype) -> Config:
     """Measured on an H200 (scripts/results/kernel_log.md) for the products of Qwen3-8B."""
     wide = dispatch.divisor(columns, 128 if dtype == jnp.bfloat16 else 32)
     tiles = columns // wide
@@ -104,7 +104,7 @@ def skinny_matmul(
     """[P, B, R, O] as `skinny_matmul.definition` gives them, in P parts."""
     inner, columns = kernel.shape
     rows = x.shape[0] * x.shape[1]
-    config = default_config(rows, inner, columns, x.dtype) if config is None else config
+    config = default_config(inner, columns, x.dtype) if config is None else config
     tile_rows, splits = row_tile(rows), config.splits
     dtype = x.dtype if splits == 1 else jnp.float32
     out = pl.pallas_call(
