@@ -124,6 +124,7 @@ def _build_kernel(
     jax.lax.fori_loop(1, budget + 1, pop, state)
 
 
+@dispatch.lowered_once
 def tree_build(
     log_prob: jax.Array, *, budget: int, spine: bool, interpret: bool
 ) -> tuple[jax.Array, ...]:
