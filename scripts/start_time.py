@@ -21,29 +21,35 @@ import typer
 app = typer.Typer(add_completion=False, help=__doc__)
 Folder = Annotated[Path, typer.Argument(help="Holds target/, draft/ and programs/.")]
 PHASES = ("import", "weights", "first_token", "dispatch")
+CACHE = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}  # as `python -m ddtree_jax` sets it
 
 
 @app.command("write")
 def write_pair(folder: Folder, pair: str = "qwen3-8b") -> None:
     """Writes target/ and draft/ in the converted form, with random weights."""
+    from importlib.resources import files as package_files
+
     import jax
     from real_shapes import PAIRS, abstract_model, random_leaves
     from rich.progress import track
 
-    from ddtree_jax.checkpoint import module_params, write
+    from ddtree_jax.checkpoint import TOKENIZER_FILES, module_params, write
     from ddtree_jax.models.dflash import DFlash
     from ddtree_jax.models.targets import target_type
 
     if pair not in PAIRS:
         raise typer.BadParameter(f"`--pair` must be one of {tuple(PAIRS)}, got {pair!r}")
     target, draft = PAIRS[pair]
+    assets = Path(str(package_files("ddtree_jax") / "assets" / "target"))
     kinds = (("target", target_type(target), target), ("draft", DFlash, draft))
     for seed, (name, kind, config) in enumerate(kinds):
         structure, leaves = abstract_model(kind, config)
         model = structure.merge(random_leaves(leaves, seed))
         count = len(jax.tree.leaves(leaves))
         params = track(module_params(model), description=name, total=count)
-        write(folder / name, config, params, source={"random": pair}, replace=True)
+        # The embedded pair's tokenizer, since loading one is a part of every start.
+        files = [assets / name for name in TOKENIZER_FILES if (assets / name).exists()]
+        write(folder / name, config, params, source={"random": pair}, files=files, replace=True)
         del model, params
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     print(f"{folder}: {size / 1e9:.2f} GB")
@@ -64,7 +70,7 @@ def measure(
             stdout=subprocess.PIPE,
             text=True,
             check=True,
-            env=os.environ | {"DDTREE_CACHE": str(folder)},
+            env=os.environ | CACHE | {"JAX_COMPILATION_CACHE_DIR": str(folder / "programs")},
         )
         line = json.loads(child.stdout.splitlines()[-1])
         line = {"bench": "start", "warm_cache": number > 0, "prompt": prompt, **line}
@@ -76,12 +82,11 @@ def measure(
 @app.command(hidden=True)
 def child(folder: Path, begin: float, prompt: int) -> None:
     """One process: times since `begin` (time.time() of the parent before the start)."""
+    sys.modules["torch"] = None  # transformers imports it where it is, and we need none
     from records import context
 
     from ddtree_jax import LLM, SamplingParams
-    from ddtree_jax.__main__ import keep_programs
 
-    keep_programs()
     marks = [begin, time.time()]
     paths = [str(folder / name) for name in ("target", "draft")]
     llm = LLM(*paths, max_slots=1, max_length=2048, progress=False)
