@@ -71,10 +71,20 @@ def cut_layers(pair: tuple[TargetConfig, DraftConfig], layers: int | None) -> tu
     return target, dataclasses.replace(draft, tap_layers=taps, target_num_layers=layers)
 
 
+def normal_tile(key: jax.Array) -> jax.Array:
+    """What `spread_tile` makes arrays from."""
+    return jax.random.normal(key, (_TILE,))
+
+
+def spread_tile(tile: jax.Array, shift: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """The tile, rolled and repeated to `shape`."""
+    size = int(np.prod(shape))
+    return jnp.tile(jnp.roll(tile, shift), -(-size // tile.size))[:size].reshape(shape)
+
+
 @partial(jax.jit, static_argnums=(2, 3))
 def _fill(tile: jax.Array, shift: jax.Array, shape: tuple[int, ...], dtype: str) -> jax.Array:
-    size = int(np.prod(shape))
-    flat = jnp.tile(jnp.roll(tile, shift), -(-size // tile.size))[:size].reshape(shape)
+    flat = spread_tile(tile, shift, shape)
     if len(shape) == 1:  # scales of norms
         return (1.0 + 0.1 * flat).astype(dtype)
     # [in, out] matrices; the embedding's rows are about as large as a trained model's.
@@ -84,7 +94,7 @@ def _fill(tile: jax.Array, shift: jax.Array, shape: tuple[int, ...], dtype: str)
 
 def random_leaves(leaves: Leaves, seed: int) -> Leaves:
     """Arrays for abstract leaves."""
-    tile = jax.random.normal(jax.random.key(seed), (_TILE,))
+    tile = normal_tile(jax.random.key(seed))
     return tuple(
         _fill(tile, jnp.int32(7919 * (number + 1)), leaf.shape, str(leaf.dtype))
         for number, leaf in enumerate(leaves)
@@ -103,7 +113,7 @@ def random_state(
 
     def build(key: jax.Array) -> DecodeState:
         state = init_state(target, draft, slots=slots, rows=rows + room, dtype=jnp.bfloat16)
-        tile = jax.random.normal(key, (_TILE,))
+        tile = normal_tile(key)
 
         def fill(tree, first: int):
             leaves, structure = jax.tree.flatten(tree)
