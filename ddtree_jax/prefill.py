@@ -95,15 +95,15 @@ def _run_chunk(
     if recur is not None:
         state = state._replace(recurrent=recur.take())
     index = row_index(chunk.start, chunk.count, size, state.target.keys[0].shape[1])
-    state = state._replace(
-        target=write_rows(state.target, rows.keys, rows.values, index, chunk.slot)
-    )
+    # After all reads of the cache: a write that need not wait for them costs a copy of it.
+    cache, hidden = jax.lax.optimization_barrier((state.target, rows.hidden))
+    state = state._replace(target=write_rows(cache, rows.keys, rows.values, index, chunk.slot))
     if isinstance(drafter, DFlash):
         keys, values = drafter.context_rows(rows.features, positions)
         state = state._replace(draft=write_rows(state.draft, keys, values, index, chunk.slot))
     elif drafter is not None:
-        state = _extend_mtp(target, drafter, state, chunk, rows.hidden)
-    return state, rows.hidden
+        state = _extend_mtp(target, drafter, state, chunk, hidden)
+    return state, hidden
 
 
 def _extend_mtp(

@@ -5,8 +5,8 @@
 
 nodes is T, the root included: 1 is autoregressive decoding, 16 with --chain the DFlash chain. A
 cell runs `rounds` rounds a dispatch, all on the device, and is timed around the dispatch. The floor
-is the larger of two times: the bytes that a round must read over the copy rate, and its arithmetic
-over the matrix rate, both rates measured first in the same run.
+(`round_floor`) is the larger of two times: the bytes that a round must move over the copy rate, and
+its arithmetic over the matrix rate, both rates measured first in the same run.
 """
 
 import dataclasses
@@ -19,42 +19,24 @@ from typing import Annotated
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import typer
-from bench_timing import LEAST_COPY_RATE, alone, measure_rates, timed
+from bench_timing import alone, measure_rates, timed
 from device_profile import NO_COMMAND_BUFFERS, Kernel, profile
-from real_shapes import PAIRS, abstract_model, cut_layers, random_leaves, random_state
+from real_shapes import PAIRS, Pair, cut_layers, random_state
 from records import context
 from rich.console import Console
 from rich.table import Table
+from round_floor import count_experts, floor_of_round
 
-from ddtree_jax.config import DraftConfig, TargetConfig
-from ddtree_jax.models.dflash import DFlash
-from ddtree_jax.models.qwen3 import Qwen3
-from ddtree_jax.params import Leaves, Structure
+from ddtree_jax.config import DraftConfig
 from ddtree_jax.plan import RoundPlan, TreeSettings
-from ddtree_jax.round import make_decode, unpack_report
+from ddtree_jax.round import Report, make_decode, unpack_report
+from ddtree_jax.state import DecodeState
 from ddtree_jax.tree import Tree, Walk
 
 STAGES = ("draft", "build", "verify", "accept", "commit")
-
-
-@dataclasses.dataclass(frozen=True)
-class Pair:
-    """A target and a drafter with random weights."""
-
-    target: TargetConfig
-    draft: DraftConfig
-    structures: tuple[Structure[Qwen3], Structure[DFlash]]
-    leaves: tuple[Leaves, Leaves]
-
-    @classmethod
-    def random(cls, target: TargetConfig, draft: DraftConfig) -> "Pair":
-        structures, leaves = [], []
-        for kind, config in ((Qwen3, target), (DFlash, draft)):
-            structure, abstract = abstract_model(kind, config)
-            structures.append(structure)
-            leaves.append(random_leaves(abstract, seed=len(leaves)))
-        return cls(target, draft, tuple(structures), tuple(leaves))
+GDN_KERNELS = ("gdn_tree", "gdn_commit")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,38 +86,6 @@ def force(pattern: tuple[int, ...], rows: int) -> Callable[[Tree, Walk, jax.Arra
     return forced
 
 
-def floor_ms(pair: Pair, cell: Cell, plan: RoundPlan, copy_rate: float, matmul_rate: float) -> dict:
-    """Least time of a round: bytes that must be read once, and arithmetic of the products."""
-    target, draft = pair.target, pair.draft
-
-    def size(leaves: Leaves) -> int:
-        return sum(leaf.size for leaf in leaves)
-
-    head = target.vocab_size * target.hidden_size
-    # The embedding is gathered by row; tied, it is read as the head.
-    body = size(pair.leaves[0]) - head * (1 if target.tie_embeddings else 2)
-    row = 2 * target.num_kv_heads * target.head_dim
-    weights, cached = body + head, cell.slots * cell.rows * row * target.num_layers
-    tokens = cell.slots * cell.nodes
-    products = tokens * (body + head)
-    if plan.drafts:
-        drafter = size(pair.leaves[1])
-        weights += drafter + head
-        cached += cell.slots * cell.rows * row * draft.num_layers
-        products += cell.slots * draft.block_size * (2 * drafter + head)
-    gigabytes = 2 * (weights + cached) / 1e9
-    teraflops = 2 * products / 1e12
-    times = {
-        "bytes_ms": gigabytes / max(copy_rate, LEAST_COPY_RATE),
-        "flops_ms": teraflops / matmul_rate,
-    }
-    return {
-        "gigabytes": round(gigabytes, 3),
-        "teraflops": round(teraflops, 3),
-        "floor_ms": round(max(times.values()), 3),
-    }
-
-
 def make_program(pair: Pair, cell: Cell, rounds: int, pattern: tuple[int, ...], **options: str):
     """(compiled program, a state for it, seconds that compiling took)"""
     plan = cell.plan(pair.draft)
@@ -158,6 +108,25 @@ def make_program(pair: Pair, cell: Cell, rounds: int, pattern: tuple[int, ...], 
     return compiled, state, time.perf_counter() - begin
 
 
+@jax.jit
+def _is_finite(x: jax.Array) -> jax.Array:
+    return jnp.all(jnp.isfinite(x))
+
+
+def check_round(state: DecodeState, report: Report, plan: RoundPlan, pattern: tuple[int, ...]):
+    """Raises RuntimeError unless the rounds computed numbers and committed what was forced: a
+    time of anything else means nothing."""
+    floats = [leaf for leaf in jax.tree.leaves(state) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    # The last layer's rows lie in the cache. Logits that are not finite give token 0 everywhere.
+    if not (all(_is_finite(leaf) for leaf in floats) and report.token.any()):
+        raise RuntimeError("a round gave values that are not finite")
+    rounds = report.accepted.shape[1]
+    wanted = np.resize(pattern, rounds) if plan.drafts else np.ones(rounds, int)
+    within = max(pattern) <= min(plan.width, plan.budget + 1)
+    if (within or not plan.drafts) and (report.accepted != wanted).any():
+        raise RuntimeError(f"rounds committed {report.accepted.tolist()}, not {wanted.tolist()}")
+
+
 def run_cell(
     pair: Pair,
     cell: Cell,
@@ -167,6 +136,7 @@ def run_cell(
     pattern: tuple[int, ...],
     rates: tuple[float, float],
     with_profile: bool,
+    count: bool,
     options: dict[str, str],
 ) -> tuple[dict, list[Kernel]]:
     """A line of the table, and the kernels of one dispatch if asked for."""
@@ -174,6 +144,10 @@ def run_cell(
     draft_leaves = pair.leaves[1] if plan.drafts else ()
     compiled, state, seconds = make_program(pair, cell, rounds, pattern, **options)
     start = jax.device_get((state.lengths, state.root))
+    experts = count_experts(pair, plan, state) if count and pair.target.moe else None
+    floor = floor_of_round(
+        pair, plan, slots=cell.slots, rows=cell.rows, rates=rates, experts=experts
+    )
 
     def dispatch() -> jax.Array:
         nonlocal state
@@ -186,13 +160,14 @@ def run_cell(
         dispatch()
         packed = dispatch()
         times = [t / rounds for t in timed(dispatch, repeats)]
-    counts = unpack_report(packed, rounds).accepted
+    report = unpack_report(packed, rounds)
+    check_round(state, report, plan, pattern)
     line = {
         **dataclasses.asdict(cell),
         "ms_min": round(min(times), 4),
         "ms_median": round(median(times), 4),
-        **floor_ms(pair, cell, plan, *rates),
-        "committed": round(float(counts.mean()), 3),
+        **floor,
+        "committed": round(float(report.accepted.mean()), 3),
         "compile_seconds": round(seconds, 1),
     }
     kernels = []
@@ -204,6 +179,8 @@ def run_cell(
         kernels = profile(dispatch, compiled.as_text())
         line["stage_ms"] = stage_times(kernels, rounds)
         line["launches"] = sum(kernel.count for kernel in kernels) // rounds
+        if pair.target.hybrid is not None:
+            line["gdn_share"] = gdn_share(kernels)
     return line, kernels
 
 
@@ -217,6 +194,16 @@ def stage_times(kernels: list[Kernel], rounds: int) -> dict[str, float]:
     for kernel in kernels:
         total[stage_of(kernel.scope)] += kernel.microseconds / 1e3 / rounds
     return {stage: round(time, 4) for stage, time in total.items()}
+
+
+def gdn_share(kernels: list[Kernel]) -> float:
+    """Part of the kernels' time that the recurrence and its commit take."""
+    own = sum(
+        kernel.microseconds
+        for kernel in kernels
+        if any(f"/{name}/" in kernel.scope for name in GDN_KERNELS)
+    )
+    return round(own / sum(kernel.microseconds for kernel in kernels), 4)
 
 
 def show_kernels(console: Console, kernels: list[Kernel], rounds: int, count: int = 60) -> None:
@@ -270,6 +257,9 @@ def main(
     rounds: Annotated[int, typer.Option(help="Rounds a dispatch.")] = 16,
     repeats: Annotated[int, typer.Option(help="Dispatches timed.")] = 7,
     with_profile: Annotated[bool, typer.Option("--profile", help="Kernels by stage.")] = False,
+    count: Annotated[
+        bool, typer.Option("--count-experts", help="Experts read, not their expectation.")
+    ] = False,
     option: Annotated[list[str] | None, typer.Option(help="XLA option name=value.")] = None,
 ) -> None:
     if pair not in PAIRS:
@@ -309,6 +299,7 @@ def main(
             pattern=pattern,
             rates=rates,
             with_profile=with_profile,
+            count=count,
             options=options,
         )
         with out.open("a") as file:

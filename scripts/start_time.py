@@ -44,7 +44,7 @@ def write_pair(folder: Folder, pair: str = "qwen3-8b") -> None:
     kinds = (("target", target_type(target), target), ("draft", DFlash, draft))
     for seed, (name, kind, config) in enumerate(kinds):
         structure, leaves = abstract_model(kind, config)
-        model = structure.merge(random_leaves(leaves, seed))
+        model = structure.merge(random_leaves(structure, leaves, seed))
         count = len(jax.tree.leaves(leaves))
         params = track(module_params(model), description=name, total=count)
         # The embedded pair's tokenizer, since loading one is a part of every start.

@@ -1,4 +1,5 @@
-"""A whole round compiled for an H200 without one, and what its tests ask of the program."""
+"""A whole round, or a prompt's chunk, compiled for an H200 without one, and what tests ask of the
+program."""
 
 import re
 from pathlib import Path
@@ -13,8 +14,17 @@ from ddtree_jax.config import DraftConfig, TargetConfig
 from ddtree_jax.models.dflash import DFlash
 from ddtree_jax.models.targets import target_type
 from ddtree_jax.plan import RoundPlan, TreeSettings
+from ddtree_jax.prefill import Admission, Chunk, make_admit
 from ddtree_jax.round import make_decode
 from ddtree_jax.state import DecodeState, init_state
+
+
+def moved(program: jax.stages.Compiled) -> dict[tuple[int, ...], int]:
+    """Shape -> elements of every array that is copied, transposed, joined or cut."""
+    pattern = r"= \w+\[([\d,]+)\]\S* (?:copy|transpose|concatenate|slice)\("
+    found = re.findall(pattern, program.as_text())
+    sizes = {tuple(int(n) for n in shape.split(",")) for shape in found if shape}
+    return {shape: int(jnp.prod(jnp.array(shape))) for shape in sizes}
 
 
 class CompiledRound(NamedTuple):
@@ -25,16 +35,12 @@ class CompiledRound(NamedTuple):
     state: DecodeState
 
     @property
-    def state_bytes(self) -> int:
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.state))
+    def moved(self) -> dict[tuple[int, ...], int]:
+        return moved(self.program)
 
     @property
-    def moved(self) -> dict[tuple[int, ...], int]:
-        """Shape -> elements of every array that is copied, transposed, joined or cut."""
-        pattern = r"= \w+\[([\d,]+)\]\S* (?:copy|transpose|concatenate|slice)\("
-        found = re.findall(pattern, self.program.as_text())
-        sizes = {tuple(int(n) for n in shape.split(",")) for shape in found if shape}
-        return {shape: int(jnp.prod(jnp.array(shape))) for shape in sizes}
+    def state_bytes(self) -> int:
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.state))
 
     @property
     def body(self) -> list[str]:
@@ -71,3 +77,25 @@ def compile_round(
     program = aot.compile(lowered, xla_dump_to=str(dump))
     (launches,) = dump.glob("*thunk_sequence_after_thunk_passes.txt")
     return CompiledRound(program, launches.read_text(), state)
+
+
+def compile_admit(
+    target_config: TargetConfig, draft_config: DraftConfig, *, slots: int, rows: int
+) -> tuple[jax.stages.Compiled, DecodeState]:
+    """The last chunk of a prompt, 512 tokens, and the abstract state that it is donated."""
+    target, target_leaves = abstract_model(target_type(target_config), target_config)
+    draft, draft_leaves = abstract_model(DFlash, draft_config)
+    state = jax.eval_shape(
+        lambda: init_state(target_config, draft_config, slots=slots, rows=rows, dtype=jnp.bfloat16)
+    )
+    one = jax.ShapeDtypeStruct((1,), jnp.int32)
+    chunk = Chunk(jax.ShapeDtypeStruct((1, 512), jnp.int32), one, one, one)
+    like_one_slot = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct((1, *leaf.shape[1:]), leaf.dtype),
+        (state.stop_tokens, state.requests),
+    )
+    admission = Admission(one, *like_one_slot)
+    arguments = _abstract((target_leaves, draft_leaves, state, chunk, admission))
+    with aot.h200():
+        lowered = make_admit(target, draft, mode="greedy").lower(*arguments)
+    return aot.compile(lowered), state
