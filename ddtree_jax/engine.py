@@ -85,7 +85,7 @@ class Engine:
             target.config,
             drafter.config if isinstance(drafter, DFlash) else None,
             slots=max_slots,
-            rows=max_length,
+            rows=-(-max_length // 8) * 8,  # what bulk copies of the cache want
             dtype=dtype,
             mtp_depth=plan.max_depth if plan.mtp else 0,
         )

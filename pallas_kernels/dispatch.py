@@ -21,20 +21,37 @@ _Result = TypeVar("_Result")
 _GPU_PLATFORMS = ("gpu", "cuda", "rocm")
 
 
-def platform() -> str:
-    """Platform that the current trace is meant for: "cpu", "gpu", "tpu".
+def _device() -> object:
+    """What the current trace is meant for: an abstract device, a device or a platform's name.
 
     An abstract device in the mesh context (`jax.sharding.use_abstract_mesh`, the way to compile
     for a GPU on a machine without one) goes before `jax.default_device`, and that before the
     default backend.
     """
     abstract_device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    device = abstract_device if abstract_device is not None else jax.config.jax_default_device
-    if device is None:
-        name = jax.default_backend()
-    else:
-        name = device if isinstance(device, str) else device.platform
+    if abstract_device is not None:
+        return abstract_device
+    device = jax.config.jax_default_device
+    return jax.default_backend() if device is None else device
+
+
+def platform() -> str:
+    """Platform that the current trace is meant for: "cpu", "gpu", "tpu"."""
+    device = _device()
+    name = device if isinstance(device, str) else device.platform
     return "gpu" if name in _GPU_PLATFORMS else name
+
+
+def hopper() -> bool:
+    """Whether the trace is meant for a GPU with TMA and WGMMA: compute capability 9.0."""
+    if platform() != "gpu":
+        return False
+    device = _device()
+    if isinstance(device, jax.sharding.AbstractDevice):
+        return any(name in device.device_kind for name in ("H100", "H200", "GH200"))
+    if isinstance(device, str):
+        device = jax.local_devices(backend=device)[0]
+    return getattr(device, "compute_capability", None) == "9.0"
 
 
 def interpret() -> bool:

@@ -4,6 +4,8 @@
 of verify (and, with one node and no cache rows hidden, in plain decoding).
 """
 
+from types import ModuleType
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
@@ -60,9 +62,26 @@ def tree_attention(
     )
     if chosen == "xla":
         return definition(*arguments, scale=scale)
-    return tree_attention_pallas.tree_attention(
+    return _kernel(query, key, prefix_start).tree_attention(
         *arguments, scale=scale, interpret=dispatch.interpret()
     )
+
+
+def _kernel(query: jax.Array, key: jax.Array, prefix_start: jax.Array | None) -> ModuleType:
+    """The faster of two: Mosaic where the GPU and the arguments allow it, else Triton."""
+    if not dispatch.hopper():
+        return tree_attention_pallas
+    # Here, since it takes a third of a second to import and a CPU never needs it.
+    from pallas_kernels import tree_attention_mosaic
+
+    refused = tree_attention_mosaic.unsupported(
+        query.dtype,
+        query.shape[3],
+        query.shape[2] // key.shape[2],
+        prefix_start is not None,
+        key.shape[1],
+    )
+    return tree_attention_mosaic if refused is None else tree_attention_pallas
 
 
 def definition(

@@ -39,7 +39,6 @@ class Config:
     block_keys: int  # keys a step: 64 or 128
     stages: int  # blocks of keys, and of values, in shared memory
     parts: int  # shares of the keys that run side by side, a power of two
-    ahead: bool = False  # a block's scores are computed during the softmax of the one before
 
     def __post_init__(self) -> None:
         if not 1 <= self.warpgroups <= 3:
@@ -53,7 +52,10 @@ class Config:
 
 
 def default_config(query: jax.Array, key: jax.Array) -> Config:
-    """From shapes alone: one block a multiprocessor if the keys give that many shares."""
+    """From shapes alone: one block a multiprocessor if the keys give that many shares.
+
+    Measured on an H200 (scripts/results/kernel_log.md).
+    """
     slots, nodes, query_heads, head_dim = query.shape
     cache_rows, kv_heads = key.shape[1:3]
     group_nodes = _box_nodes(query_heads // kv_heads)
@@ -63,11 +65,11 @@ def default_config(query: jax.Array, key: jax.Array) -> Config:
     parts = 1
     while 2 * parts <= most and 2 * parts * blocks <= _BLOCKS:
         parts *= 2
-    tile_bytes = warpgroups * _GROUP_ROWS * head_dim * 2
-    stages = (_SHARED_BYTES - tile_bytes - 4096) // (64 * head_dim * 2 * 2)
-    return Config(
-        warpgroups=warpgroups, block_keys=64, stages=min(stages, 4), parts=parts, ahead=True
-    )
+    # Few parts are long loops, and those gain by fewer, larger steps.
+    block_keys = 128 if warpgroups == 2 and parts <= 4 else 64
+    tile_bytes = warpgroups * _GROUP_ROWS * head_dim * (2 if parts == 1 else 6)
+    stages = (_SHARED_BYTES - tile_bytes - 4096) // (block_keys * head_dim * 2 * 2)
+    return Config(warpgroups=warpgroups, block_keys=block_keys, stages=min(stages, 4), parts=parts)
 
 
 def unsupported(
@@ -76,8 +78,8 @@ def unsupported(
     """Why the kernel cannot take these arguments, or None."""
     if dtype != jnp.bfloat16:
         return f"it takes bfloat16, got {jnp.dtype(dtype).name}"
-    if head_dim not in (64, 128):
-        return f"the head dim must be 64 or 128, got H={head_dim}"
+    if head_dim != 128:
+        return f"the head dim must be 128, got H={head_dim}"
     if group > 8:
         return f"at most 8 query heads may share a kv head, got {group}"
     if windowed:
@@ -110,18 +112,17 @@ def _load(ref: jax.Array, layout: plgpu.Layout, interpret: bool) -> jax.Array:
     return plgpu.load(ref, *index, layout=layout, optimized=False)
 
 
-def _with_product(query_ref: jax.Array, key_ref: jax.Array, then, interpret: bool):
-    """query @ key.T, and what `then` gives, which runs meanwhile."""
+def _times_keys(query_ref: jax.Array, key_ref: jax.Array, interpret: bool) -> jax.Array:
+    """Scores of a block, query @ key.T."""
     if interpret:
         scores = jnp.dot(query_ref[...], key_ref[...].T, preferred_element_type=jnp.float32)
         plgpu.commit_smem()  # unlike WGMMA, plain reads are not ordered before the next TMA
-        return scores, then()
+        return scores
 
-    def product(scores_ref: jax.Array):
+    def product(scores_ref: jax.Array) -> jax.Array:
         transposed = plgpu.transpose_ref if _JAX_0_10 else lambda ref, axes: ref.transpose(axes)
         plgpu.wgmma(scores_ref, query_ref, transposed(key_ref, (1, 0)))
-        out = then()
-        return scores_ref[...], out
+        return scores_ref[...]
 
     shape = (query_ref.shape[0], key_ref.shape[0])
     return pl.run_scoped(product, plgpu.ACC(shape, jnp.float32))
@@ -176,14 +177,17 @@ def _kernel(
         for member in range(group):
             yield pl.ds(member * box, box), pl.ds(first, box), head * group + member
 
-    @pl.when(warpgroup < producer)
-    def _fetch_queries():
-        for rows, near, query_head in boxes(warpgroup):
-            plgpu.copy_gmem_to_smem(
-                query_ref.at[slot, near, query_head],
-                query_smem.at[warpgroup, rows],
-                query_full.at[warpgroup],
-            )
+    @pl.when(warpgroup == producer)
+    def _start():
+        if config.warpgroups > 1:
+            plgpu.set_max_registers(40, action="decrease")
+        for unit in range(config.warpgroups):
+            for rows, near, query_head in boxes(unit):
+                plgpu.copy_gmem_to_smem(
+                    query_ref.at[slot, near, query_head],
+                    query_smem.at[unit, rows],
+                    query_full.at[unit],
+                )
 
     # Parts divide the blocks in use, the tree's among them, so that all have work at any length.
     length = jnp.clip(lengths_ref[slot], 0, cache_rows)
@@ -195,9 +199,6 @@ def _kernel(
 
     @pl.when(warpgroup == producer)
     def _produce():
-        if config.warpgroups > 1:  # to those that compute
-            plgpu.set_max_registers(40, action="decrease")
-
         def copy(block, refs, smem, barrier):
             """Rows past the end of an array arrive as 0."""
             prefix_ref, tree_ref = refs
@@ -250,7 +251,7 @@ def _kernel(
 
     @pl.when(warpgroup < producer)
     def _attend():
-        if config.warpgroups > 1:
+        if config.warpgroups > 1:  # what the producer gave up
             plgpu.set_max_registers(232 if config.warpgroups == 2 else 152, action="increase")
         scores_shape = (_GROUP_ROWS, block_keys)
         row_layout = plgpu.Layout.WGMMA.reduce(1)
@@ -274,21 +275,13 @@ def _kernel(
         def mask(scores, block):
             return jax.lax.cond(block < prefix_blocks, mask_tail, mask_tree, scores, block)
 
-        def stage_of(block):
-            return jax.lax.rem(block - begin, jnp.int32(config.stages))
-
-        def with_scores(block, then):
-            """Scores of a block, and what `then` computes while they are being computed."""
-            stage = stage_of(block)
-            plgpu.barrier_wait(key_full.at[stage])
-            query, keys = query_smem.at[warpgroup], key_smem.at[stage]
-            out = _with_product(query, keys, then, interpret)
-            plgpu.barrier_arrive(key_free.at[stage])
-            return out
-
-        def attend(block, scores, state):
+        def step(block, state):
             """One step of the online softmax, in powers of two."""
             acc, top, total = state
+            stage = jax.lax.rem(block - begin, jnp.int32(config.stages))
+            plgpu.barrier_wait(key_full.at[stage])
+            scores = _times_keys(query_smem.at[warpgroup], key_smem.at[stage], interpret)
+            plgpu.barrier_arrive(key_free.at[stage])
             scores = jax.lax.cond(
                 block < full_blocks, lambda scores, block: scores, mask, scores, block
             )
@@ -297,28 +290,10 @@ def _kernel(
             decay = jnp.exp2(top - new_top)
             total = total * decay + weight.sum(axis=1)
             acc = acc * _spread(decay, acc.shape)
-            stage = stage_of(block)
             plgpu.barrier_wait(value_full.at[stage])
             acc = _add_values(acc, weight.astype(jnp.bfloat16), value_smem.at[stage], interpret)
             plgpu.barrier_arrive(value_free.at[stage])
             return acc, new_top, total
-
-        def in_turn(state):
-            def step(block, state):
-                scores, _ = with_scores(block, lambda: ())
-                return attend(block, scores, state)
-
-            return jax.lax.fori_loop(begin, end, step, state)
-
-        def ahead(state):
-            """Each block's scores are computed during the softmax of the one before."""
-
-            def step(block, carry):
-                return with_scores(block + 1, lambda: attend(block, *carry))
-
-            scores, _ = with_scores(begin, lambda: ())
-            scores, state = jax.lax.fori_loop(begin, end - 1, step, (scores, state))
-            return attend(end - 1, scores, state)
 
         acc = jnp.zeros((_GROUP_ROWS, head_dim), jnp.float32)
         top = jnp.full((_GROUP_ROWS,), _LEAST, jnp.float32)
@@ -329,11 +304,7 @@ def _kernel(
             _cast(total, row_layout, interpret),
         )
         plgpu.barrier_wait(query_full.at[warpgroup])
-        if config.ahead:
-            state = jax.lax.cond(begin < end, ahead, lambda state: state, state)
-        else:
-            state = in_turn(state)
-        acc, top, total = state
+        acc, top, total = jax.lax.fori_loop(begin, end, step, state)
         if merged:
             # A row that saw nothing has total 0 and gives 0.
             acc = acc * _spread(1.0 / jnp.where(total > 0.0, total, 1.0), acc.shape)
