@@ -54,6 +54,7 @@ def keep_programs() -> None:
     if jax.config.jax_compilation_cache_dir is None:
         root = Path(os.environ.get("DDTREE_CACHE") or "~/.cache/ddtree_jax").expanduser()
         jax.config.update("jax_compilation_cache_dir", str(root / "programs"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 def read(prompt: str) -> str:

@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ _KINDS = {"target": TargetConfig, "draft": DraftConfig}
 _AGAIN = "delete the folder and convert the source again"
 # Files of a group are read in parallel at this grain: 3x faster than one chunk an array.
 _CHUNK_BYTES = 1 << 26
+_READERS = 4  # groups read at once; each holds its bytes on the host
 
 
 def is_converted(path: str | Path) -> bool:
@@ -236,17 +238,25 @@ def _load(
         abstract = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
         groups.setdefault(_group(name), {})[name] = abstract
     arrays = {}
-    for group, abstract in groups.items():
-        path = (folder / "params" / group).absolute()
-        try:
-            # Without the abstract tree, dtypes are the file's and list indices become strings.
-            arrays |= ocp.load(path, abstract)
-        except Exception as error:  # Orbax raises bare Exception for damaged chunks.
-            raise ValueError(f"{path} cannot be read; {_AGAIN}: {error}") from error
+    with ThreadPoolExecutor(_READERS) as pool:
+        load = functools.partial(_load_group, folder)
+        for loaded in pool.map(load, groups.keys(), groups.values()):
+            arrays |= loaded
     named = [name for name, _ in _named(pure, prefix)]
     leaves = [arrays[name] for name in named]
     nnx.replace_by_pure_dict(state, jax.tree.unflatten(jax.tree.structure(pure), leaves))
     return nnx.merge(graph, state)
+
+
+def _load_group(
+    folder: Path, group: str, abstract: dict[str, jax.ShapeDtypeStruct]
+) -> dict[str, jax.Array]:
+    path = (folder / "params" / group).absolute()
+    try:
+        # Without the abstract tree, dtypes are the file's and list indices become strings.
+        return ocp.load(path, abstract)
+    except Exception as error:  # Orbax raises bare Exception for damaged chunks.
+        raise ValueError(f"{path} cannot be read; {_AGAIN}: {error}") from error
 
 
 def _wrong_shapes(config: TargetConfig | DraftConfig, described: dict[str, Any]) -> list[str]:

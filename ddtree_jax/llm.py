@@ -1,7 +1,9 @@
 """LLM: text in, text out. Tokenizer, loading, stop strings; the engine does the rest."""
 
+import os
 from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
@@ -10,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
-from transformers import AutoTokenizer
 
 from convert import ensure_converted
 from ddtree_jax.checkpoint import load_draft, load_mtp, load_target, read_config
@@ -107,17 +108,19 @@ class LLM:
         folder, draft_folder, plan = _prepare(
             target, draft, settings, kernels, max_length, progress
         )
-        self.tokenizer = _load_tokenizer(folder)
-        self._engine = Engine(
-            load_target(folder, jnp.dtype(dtype)),
-            _load_drafter(folder, draft_folder, plan, jnp.dtype(dtype)),
-            plan,
-            max_slots=max_slots,
-            max_length=max_length,
-            dtype=jnp.dtype(dtype),
-            rounds_per_dispatch=rounds_per_dispatch,
-            trace=trace,
-        )
+        with ThreadPoolExecutor(1) as pool:
+            tokenizer = pool.submit(_load_tokenizer, folder)
+            self._engine = Engine(
+                load_target(folder, jnp.dtype(dtype)),
+                _load_drafter(folder, draft_folder, plan, jnp.dtype(dtype)),
+                plan,
+                max_slots=max_slots,
+                max_length=max_length,
+                dtype=jnp.dtype(dtype),
+                rounds_per_dispatch=rounds_per_dispatch,
+                trace=trace,
+            )
+            self.tokenizer = tokenizer.result()
 
     def generate(
         self,
@@ -330,4 +333,9 @@ def _load_drafter(
 def _load_tokenizer(folder: Path) -> Any | None:
     if not (folder / "tokenizer.json").exists() and not (folder / "vocab.json").exists():
         return None
+    # Seconds of importing, which pass while weights are read (`LLM` calls this in a thread). Its
+    # advice to install PyTorch is not for our users.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    from transformers import AutoTokenizer
+
     return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)

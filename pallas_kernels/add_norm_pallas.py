@@ -50,6 +50,7 @@ def _add_norm_kernel(
     pltriton.store(normed_ref.at[0, lane], normed.astype(dtype), mask=inside)
 
 
+@dispatch.lowered_once
 def add_norm(
     x: jax.Array, update: jax.Array, scale: jax.Array, *, eps: float, interpret: bool
 ) -> tuple[jax.Array, jax.Array]:

@@ -4,13 +4,19 @@ The choice is made while tracing, from the platform that is compiled for and fro
 from data.
 """
 
-from typing import Literal
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Literal, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import triton as pltriton
 
 Implementation = Literal["xla", "pallas"]
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 
 _GPU_PLATFORMS = ("gpu", "cuda", "rocm")
 
@@ -102,3 +108,14 @@ def dot(a: jax.Array, b: jax.Array, *, trans_b: bool = False) -> jax.Array:
 def spread(vector: jax.Array, shape: tuple[int, int], axis: int) -> jax.Array:
     """A vector along `axis` of a matrix; interpret mode wants indices and masks in full shape."""
     return jax.lax.broadcast_in_dim(vector, shape, (axis,))
+
+
+def lowered_once(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """jit of a function that calls kernels, so that a program whose layers are alike traces and
+    lowers each kernel once and not once a layer: most of the time before XLA's own.
+
+    Keyword-only arguments are static.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    static = [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
+    return functools.wraps(function)(jax.jit(function, static_argnames=static))

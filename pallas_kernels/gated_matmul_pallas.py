@@ -43,6 +43,7 @@ def _gated_kernel(
     store_rows(out_ref, tile, pl.program_id(1) * columns, mixed)
 
 
+@dispatch.lowered_once
 def gated_matmul(
     x: jax.Array, gate_up: jax.Array, *, interpret: bool, config: Config | None = None
 ) -> jax.Array:

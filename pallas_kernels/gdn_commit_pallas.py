@@ -53,6 +53,7 @@ def _commit_kernel(
     out_ref[...] = jnp.exp(jnp.sum(decay)) * state_ref[...] + added
 
 
+@dispatch.lowered_once
 def gdn_commit(
     state: jax.Array,
     key: jax.Array,

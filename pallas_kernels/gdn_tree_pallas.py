@@ -228,6 +228,7 @@ def default_config(value_dim: int) -> Config:
     return Config(value_tile=min(32, value_dim))
 
 
+@dispatch.lowered_once
 def gdn_tree(
     query: jax.Array,
     key: jax.Array,

@@ -102,6 +102,7 @@ def _tiles(sizes: jax.Array, rows: int, tile: int) -> tuple[jax.Array, jax.Array
     return group, first, jnp.where(exists, last, first)
 
 
+@dispatch.lowered_once
 def grouped_matmul(
     rows: jax.Array,
     kernels: jax.Array,

@@ -85,6 +85,7 @@ def _rotate_kernel(
         store(value_ref, head - queries - keys, first, second)
 
 
+@dispatch.lowered_once
 def rotate_heads(
     parts: jax.Array,
     query_scale: jax.Array,

@@ -98,6 +98,7 @@ def store_rows(out_ref, tile: jax.Array, first_column: jax.Array, value: jax.Arr
     pltriton.store(target, value.astype(out_ref.dtype), mask=row < rows)
 
 
+@dispatch.lowered_once
 def skinny_matmul(
     x: jax.Array, kernel: jax.Array, *, interpret: bool, config: Config | None = None
 ) -> jax.Array:

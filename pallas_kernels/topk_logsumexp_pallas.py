@@ -336,6 +336,7 @@ def _row_kernel(
     _select(logits_ref, keys, column, cut, refs, k=k, interpret=interpret)
 
 
+@dispatch.lowered_once
 def topk_logsumexp(
     logits: jax.Array, *, k: int, interpret: bool, config: Config | None = None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -62,6 +62,7 @@ def _accept_kernel(
     bonus_ref[0] = wanted_ref[last]
 
 
+@dispatch.lowered_once
 def tree_accept(
     token: jax.Array,
     parent: jax.Array,

@@ -222,6 +222,7 @@ def _head_rows(nodes: int, group: int, head_dim: int, parts: int) -> pl.BlockSpe
     )
 
 
+@dispatch.lowered_once
 def tree_attention(
     query: jax.Array,
     key: jax.Array,

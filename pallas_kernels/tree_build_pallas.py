@@ -1,7 +1,8 @@
 """Pallas GPU kernel of `tree_build`: one launch, one program a slot, the frontier in registers.
 
 The frontier is a dense array, as in the definition. A rank path is packed into a few words that
-compare as the path does, so that ties cost one reduction a word.
+compare as the path does, so that ties cost one reduction a word. All reductions are of integers,
+which a warp does in one instruction: a float is its bits, made to compare as it does.
 """
 
 import functools
@@ -18,6 +19,7 @@ _DEPTH_BITS = 5  # depths up to 31
 _RANK_BITS = 11  # ranks up to 1023, and one past them in a lane that has run out
 _PARENT_SHIFT = _DEPTH_BITS + _RANK_BITS
 _INT32_MAX = 2**31 - 1
+_ABSENT = -(2**31)  # below every score
 
 
 def unsupported(budget: int) -> str | None:
@@ -38,6 +40,18 @@ def _num_warps(nodes: int, words: int) -> int:
     """As few as hold the frontier in registers: reductions inside one warp are the fastest."""
     values = dispatch.lanes_for(nodes) * (words + 4)  # key, base, about, one temporary
     return min(16, dispatch.next_power_of_two(dispatch.ceil_div(values, 32 * 96)))
+
+
+def _ordered(score: jax.Array) -> jax.Array:
+    """Bits of a float32 that compare as it does; -0 is +0, and -inf is `_ABSENT`."""
+    bits = jax.lax.bitcast_convert_type(jnp.where(score == 0.0, 0.0, score), jnp.int32)
+    return jnp.where(score > -jnp.inf, bits ^ ((bits >> 31) & _INT32_MAX), _ABSENT)
+
+
+def _score_of(ordered: jax.Array) -> jax.Array:
+    bits = ordered ^ ((ordered >> 31) & _INT32_MAX)
+    score = jax.lax.bitcast_convert_type(bits, jnp.float32)
+    return jnp.where(ordered == _ABSENT, -jnp.inf, score)
 
 
 def _build_kernel(
@@ -69,12 +83,13 @@ def _build_kernel(
 
     def priority(score, on_spine):
         """The key that lanes are popped by: the chain of rank 0 goes before all else."""
-        return jnp.where(on_spine & (score > -jnp.inf), jnp.inf, score) if spine else score
+        score = jnp.where(on_spine & (score > -jnp.inf), jnp.inf, score) if spine else score
+        return _ordered(score)
 
     def pop(node, state):
         key, base, about, path = state
         best = jnp.max(key)
-        exists = best > -jnp.inf
+        exists = best > _ABSENT
         at = key == best
         taken = []
         for word in path:
@@ -83,11 +98,14 @@ def _build_kernel(
             taken.append(low)
         # Paths differ, so `at` is now one lane, or there is nothing left and it does not matter.
         packed = jnp.max(jnp.where(at, about, 0))
-        parent_score = jnp.max(jnp.where(at, base, -jnp.inf))
+        parent_score = _score_of(jnp.max(jnp.where(at, base, _ABSENT)))
         parent = packed >> _PARENT_SHIFT
         rank = (packed >> _DEPTH_BITS) & (2**_RANK_BITS - 1)
         depth = packed & (2**_DEPTH_BITS - 1)
-        score = jnp.where(exists, parent_score + log_prob_at(depth - 1, rank), -jnp.inf)
+        if spine:
+            score = jnp.where(exists, parent_score + log_prob_at(depth - 1, rank), -jnp.inf)
+        else:
+            score = _score_of(best)
         parent_ref[node] = jnp.where(exists, parent, -1)
         depth_ref[node] = jnp.where(exists, depth, 0)
         rank_ref[node] = jnp.where(exists, rank, -1)
@@ -95,7 +113,7 @@ def _build_kernel(
         score_ref[node] = score
 
         sibling = parent_score + log_prob_at(depth - 1, rank + 1)
-        sibling = jnp.where(exists & (rank + 1 < candidates), sibling, -jnp.inf)
+        sibling = _ordered(jnp.where(exists & (rank + 1 < candidates), sibling, -jnp.inf))
         child = score + log_prob_at(depth, 0)
         child = jnp.where(exists & (depth < depths), child, -jnp.inf)
         # A node as deep as its index has the whole chain, and nothing else, before it.
@@ -110,7 +128,12 @@ def _build_kernel(
             for index, (word, low) in enumerate(zip(path, taken, strict=True))
         )
         about = update(about + (1 << _DEPTH_BITS), (node << _PARENT_SHIFT) | (depth + 1), about)
-        return update(sibling, child_key, key), jnp.where(opened, score, base), about, path
+        return (
+            update(sibling, child_key, key),
+            jnp.where(opened, _ordered(score), base),
+            about,
+            path,
+        )
 
     parent_ref[0] = jnp.int32(-1)
     depth_ref[0] = jnp.int32(0)
@@ -118,12 +141,15 @@ def _build_kernel(
     valid_ref[0] = jnp.bool_(True)
     score_ref[0] = jnp.float32(0)
     first = lane == 0
-    start = jnp.where(first, priority(log_prob_at(0, 0), jnp.bool_(True)), -jnp.inf)
+    start = priority(log_prob_at(0, 0), jnp.bool_(True))
+    start = jnp.where(first, start, _ABSENT)
     path = tuple(jnp.where(first, field_unit(jnp.int32(0), word), 0) for word in range(words))
-    state = (start, jnp.zeros(lane.shape, jnp.float32), jnp.where(first, 1, 0), path)
+    # The bits of a score of 0 are 0.
+    state = (start, jnp.zeros(lane.shape, jnp.int32), jnp.where(first, 1, 0), path)
     jax.lax.fori_loop(1, budget + 1, pop, state)
 
 
+@dispatch.lowered_once
 def tree_build(
     log_prob: jax.Array, *, budget: int, spine: bool, interpret: bool
 ) -> tuple[jax.Array, ...]:

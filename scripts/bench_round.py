@@ -9,13 +9,10 @@ cell runs `rounds` rounds a dispatch, all on the device, and is timed around the
 its arithmetic over the matrix rate, both rates measured first in the same run.
 """
 
-import contextlib
 import dataclasses
-import fcntl
 import json
-import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Annotated
@@ -24,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import typer
+from bench_timing import alone, measure_rates, timed
 from device_profile import NO_COMMAND_BUFFERS, Kernel, profile
 from real_shapes import PAIRS, Pair, cut_layers, random_state
 from records import context
@@ -86,46 +84,6 @@ def force(pattern: tuple[int, ...], rows: int) -> Callable[[Tree, Walk, jax.Arra
         return walk._replace(path=path, count=depth + 1)
 
     return forced
-
-
-@contextlib.contextmanager
-def alone() -> Iterator[None]:
-    """The GPU for this process only, among those that name one file in DDTREE_BENCH_LOCK: several
-    can trace side by side, which takes most of a cell's time, and none disturbs a measurement."""
-    name = os.environ.get("DDTREE_BENCH_LOCK")
-    if name is None:
-        yield
-        return
-    with open(name, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def _timed(run: Callable[[], object], repeats: int) -> list[float]:
-    """Milliseconds of each call, synchronised."""
-    times = []
-    for _ in range(repeats):
-        begin = time.perf_counter()
-        jax.block_until_ready(run())
-        times.append(1e3 * (time.perf_counter() - begin))
-    return times
-
-
-def measure_rates() -> tuple[float, float]:
-    """(copy rate in GB/ms, bytes read and written; bf16 matrix rate in TFLOP/ms), best of many."""
-    on_gpu = jax.default_backend() == "gpu"
-    size, side = (2**30, 8192) if on_gpu else (2**20, 512)
-    big = jax.random.normal(jax.random.key(0), (size,), jnp.bfloat16)
-    copy = jax.jit(jnp.copy)  # one copy of a parameter: the device's own
-    jax.block_until_ready(copy(big))
-    copy_ms = min(_timed(lambda: [copy(big) for _ in range(8)][-1], 5)) / 8
-    square = jax.random.normal(jax.random.key(1), (side, side), jnp.bfloat16)
-    multiply = jax.jit(
-        lambda x: jax.lax.fori_loop(0, 10, lambda _, y: (y @ x * side**-0.5).astype(x.dtype), x)
-    )
-    jax.block_until_ready(multiply(square))
-    matmul_ms = min(_timed(lambda: multiply(square), 5)) / 10
-    return 4 * size / 1e9 / copy_ms, 2 * side**3 / 1e12 / matmul_ms
 
 
 def make_program(pair: Pair, cell: Cell, rounds: int, pattern: tuple[int, ...], **options: str):
@@ -204,7 +162,7 @@ def run_cell(
     with alone():
         dispatch()
         packed = dispatch()
-        times = [t / rounds for t in _timed(dispatch, repeats)]
+        times = [t / rounds for t in timed(dispatch, repeats)]
     report = unpack_report(packed, rounds)
     check_round(state, report, plan, pattern)
     line = {

@@ -182,6 +182,17 @@ def cut_layers(pair: Configs, layers: int | None) -> Configs:
     return target, dataclasses.replace(draft, tap_layers=taps, target_num_layers=layers)
 
 
+def normal_tile(key: jax.Array) -> jax.Array:
+    """What `spread_tile` makes arrays from."""
+    return jax.random.normal(key, (_TILE,))
+
+
+def spread_tile(tile: jax.Array, shift: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """The tile, rolled and repeated to `shape`."""
+    size = int(np.prod(shape))
+    return jnp.tile(jnp.roll(tile, shift), -(-size // tile.size))[:size].reshape(shape)
+
+
 @partial(jax.jit, static_argnums=(2, 3))
 def _fill(
     tile: jax.Array,
@@ -192,9 +203,7 @@ def _fill(
     mean: float = 0.0,
 ) -> jax.Array:
     """About N(mean, scale**2). Rounded before it is repeated: nothing wider than the result."""
-    size = int(np.prod(shape))
-    part = (mean + scale * jnp.roll(tile, shift)).astype(dtype)
-    return jnp.tile(part, -(-size // tile.size))[:size].reshape(shape)
+    return spread_tile((mean + scale * tile).astype(dtype), shift, shape)
 
 
 def _leaf(name: str, leaf: jax.ShapeDtypeStruct, tile: jax.Array, shift: jax.Array) -> jax.Array:
@@ -225,7 +234,7 @@ def leaf_names(structure: Structure) -> list[str]:
 
 def random_leaves(structure: Structure, leaves: Leaves, seed: int) -> Leaves:
     """Arrays for abstract leaves."""
-    tile = jax.random.normal(jax.random.key(seed), (_TILE,))
+    tile = normal_tile(jax.random.key(seed))
     named = enumerate(zip(leaf_names(structure), leaves, strict=True))
     return tuple(_leaf(*entry, tile, jnp.int32(7919 * (number + 1))) for number, entry in named)
 
@@ -258,7 +267,7 @@ def random_state(
     target: TargetConfig, draft: DraftConfig | None, *, slots: int, rows: int, room: int
 ) -> DecodeState:
     """All slots active behind `rows` random cache rows, with `room` for more."""
-    tile = jax.random.normal(jax.random.key(1), (_TILE,))
+    tile = normal_tile(jax.random.key(1))
     state = init_state(target, draft, slots=slots, rows=rows + room, dtype=jnp.bfloat16)
 
     def fill(tree, first: int, scale: float = 1.0):

@@ -62,7 +62,7 @@ def append(path: Path, lines: Iterable[Line]) -> None:
         os.fsync(file.fileno())
 
 
-def repair(path: Path) -> list[Line]:
+def repair(path: Path, *, needed: Iterable[str] = NEEDED, script: str = "sweep.py") -> list[Line]:
     """Cuts a torn last line off the file and returns the complete ones; no file is none."""
     if not path.exists():
         return []
@@ -71,11 +71,13 @@ def repair(path: Path) -> list[Line]:
     if complete < len(data):
         with path.open("r+b") as file:
             file.truncate(complete)
-    return read_lines(path)
+    return read_lines(path, needed=needed, script=script)
 
 
-def read_lines(path: Path) -> list[Line]:
-    """The lines of a result file; a torn last one, of a sweep that still runs, is left out.
+def read_lines(
+    path: Path, *, needed: Iterable[str] = NEEDED, script: str = "sweep.py"
+) -> list[Line]:
+    """The lines of a result file; a torn last one, of a `script` that still runs, is left out.
 
     Raises ValueError, naming file and line, on anything else that is no result line.
     """
@@ -84,12 +86,12 @@ def read_lines(path: Path) -> list[Line]:
     for number, text in enumerate(complete, 1):
         try:
             line = json.loads(text)
-            missing = [name for name in NEEDED if name not in line]
+            missing = [name for name in needed if name not in line]
         except (json.JSONDecodeError, UnicodeDecodeError, TypeError):
             missing = ["JSON object"]
         if missing:
             raise ValueError(
-                f"{path}:{number} is no line of sweep.py, it lacks {missing}; remove the line or "
+                f"{path}:{number} is no line of {script}, it lacks {missing}; remove the line or "
                 "give another file"
             )
         lines.append(line)
