@@ -144,7 +144,10 @@ def run_cell(
     draft_leaves = pair.leaves[1] if plan.drafts else ()
     compiled, state, seconds = make_program(pair, cell, rounds, pattern, **options)
     start = jax.device_get((state.lengths, state.root))
-    experts = count_experts(pair, plan, state) if count and pair.target.moe else None
+    experts = None
+    if count and pair.target.moe is not None:
+        with alone():
+            experts = count_experts(pair, plan, state)
     floor = floor_of_round(
         pair, plan, slots=cell.slots, rows=cell.rows, rates=rates, experts=experts
     )

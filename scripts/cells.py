@@ -13,7 +13,15 @@ from typing import Any
 from prompts import set_name
 
 EMBEDDED = "embedded"
-METHODS = ("autoregressive", "dflash", "ddtree", "ddtree:spine", "ddtree:static", "ddtree:linear")
+METHODS = (
+    "autoregressive",
+    "mtp",
+    "dflash",
+    "ddtree",
+    "ddtree:spine",
+    "ddtree:static",
+    "ddtree:linear",
+)
 # What two cells must share for their speeds to be compared.
 CONTEXT = (
     "pair",
@@ -32,7 +40,8 @@ CONTEXT = (
 class Cell:
     """One point of the grid, in canonical form: equal programs have equal cells.
 
-    tree_budget is None for the chain, whose length is the drafter's block.
+    tree_budget is None for the drafter's chain, whose length is its block, and of "mtp" the tokens
+    that the target's own block drafts.
     """
 
     pair: str
@@ -72,7 +81,9 @@ class Cell:
             "max_length": self.max_length,
             "dtype": self.dtype,
         }
-        if self.method == "ddtree" and self.tree_shape == "static":
+        if self.method == "mtp":
+            arguments |= {"mtp_tokens": self.tree_budget}
+        elif self.method == "ddtree" and self.tree_shape == "static":
             arguments |= {"tree_choices": self.tree_choices}
         elif self.method == "ddtree":
             arguments |= {"tree_budget": self.tree_budget, "spine": self.spine}
@@ -87,6 +98,7 @@ class Grid:
 
     pair: "embedded", "TARGET,DRAFT" or a TARGET that decodes alone. method: one of METHODS; the
     budgets are of "ddtree", "ddtree:spine" and "ddtree:linear". tree_choices: of "ddtree:static".
+    mtp_tokens: of "mtp", which needs a target with an MTP block.
     baseline: autoregressive decoding and the chain are added wherever a tree is.
 
     Raises ValueError on a value that no cell could have.
@@ -95,6 +107,7 @@ class Grid:
     pair: tuple[str, ...] = (EMBEDDED,)
     method: tuple[str, ...] = ("ddtree",)
     budget: tuple[int, ...] = (63,)
+    mtp_tokens: tuple[int, ...] = (3,)
     temperature: tuple[float, ...] = (0.0,)
     prompts: tuple[str, ...] = ("humaneval",)
     slots: tuple[int, ...] = (1,)
@@ -107,7 +120,7 @@ class Grid:
     baseline: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("pair", "method", "budget", "temperature", "prompts", "slots"):
+        for name in ("pair", "method", "budget", "mtp_tokens", "temperature", "prompts", "slots"):
             value = getattr(self, name)
             values = tuple(value) if isinstance(value, list | tuple) else (value,)
             _require(len(values) > 0, name, "at least one value", value)
@@ -117,7 +130,13 @@ class Grid:
                 _require(isinstance(value, str) and value != "", name, "text", value)
         for value in self.method:
             _require(value in METHODS, "method", f"one of {METHODS}", value)
-        for name, low in (("budget", 0), ("slots", 1)):
+        _require(
+            "mtp" not in self.method or EMBEDDED not in self.pair,
+            "pair",
+            "targets with an MTP block for `method` 'mtp'; the embedded one has none",
+            self.pair,
+        )
+        for name, low in (("budget", 0), ("mtp_tokens", 1), ("slots", 1)):
             for value in getattr(self, name):
                 _require_integer(name, value, low)
         for name, low in (("max_tokens", 1), ("max_length", 2), ("seed", 0), ("limit", 1)):
@@ -178,7 +197,7 @@ class Grid:
                 yield _shape("dflash")
         for name in self.method:
             budgets = self.budget if name in ("ddtree", "ddtree:spine", "ddtree:linear") else (0,)
-            for budget in budgets:
+            for budget in self.mtp_tokens if name == "mtp" else budgets:
                 yield _shape(name, budget, self.tree_choices)
 
 
@@ -195,6 +214,8 @@ def _shape(name: str, budget: int = 0, choices: tuple | None = None) -> dict[str
     }
     if method == "dflash":
         return shape | {"tree_shape": "chain", "tree_budget": None}
+    if method == "mtp":
+        return shape | {"tree_shape": "chain", "tree_budget": budget}
     if kind == "static":
         return shape | {
             "tree_shape": "static",

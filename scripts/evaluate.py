@@ -26,6 +26,8 @@ def parse_methods(names: list[str]) -> list[tuple[str, int, bool]]:
     parsed = []
     for name in names:
         method, _, rest = name.partition(":")
+        if method == "mtp":
+            raise typer.BadParameter("the embedded target has no MTP block; sweep.py takes others")
         budget, _, spine = rest.partition(":")
         parsed.append((method, int(budget or 0), spine == "spine"))
     return parsed

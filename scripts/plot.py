@@ -151,7 +151,8 @@ def stage_figure(results: Results, contexts: list[tuple]) -> Figure | None:
 
 def _bar_label(result: Result) -> str:
     kind = {"autoregressive": "AR", "best-first": "tree"}.get(result.variant, result.variant)
-    budget = f" {result.settings['tree_budget']}" if result.settings["method"] == "ddtree" else ""
+    sized = result.settings["method"] in ("ddtree", "mtp")
+    budget = f" {result.settings['tree_budget']}" if sized else ""
     return f"{kind}{budget}, T = {result.settings['temperature']:g}"
 
 

@@ -23,13 +23,19 @@ def bytes_of(tree: object) -> int:
 
 
 def expected_experts(moe: MoEConfig, tokens: int) -> float:
-    """Distinct experts that `tokens` rows reach, were each choice uniform and on its own."""
+    """Distinct experts that `tokens` rows reach, were each choice uniform and on its own.
+
+    Rows are alike, so they reach fewer: 88 of 102 at 16 rows of 35B-A3B with random weights.
+    """
     missed = (1 - moe.chosen_count / moe.num_experts) ** tokens
     return moe.num_experts * (1 - missed)
 
 
 def count_experts(pair: Pair, plan: RoundPlan, state: DecodeState) -> float:
-    """Distinct experts a layer in the round that `state` is about to run, mean over layers."""
+    """Distinct experts a layer in the round that `state` is about to run, mean over layers.
+
+    Costs the compilation of one more round, without a search for the fastest products.
+    """
     chosen: list[jax.Array] = []
     choose, count = MoE.choose, pair.target.moe.num_experts
 
@@ -46,8 +52,10 @@ def count_experts(pair: Pair, plan: RoundPlan, state: DecodeState) -> float:
         return jnp.sum(reached, axis=1)
 
     draft_leaves = pair.leaves[1] if plan.drafts else ()
+    options = {"xla_gpu_autotune_level": 0} if jax.default_backend() == "gpu" else None
     with mock.patch.object(MoE, "choose", recorded):
-        return float(jax.jit(counts)(pair.leaves[0], draft_leaves, state).mean())
+        program = jax.jit(counts, compiler_options=options)
+        return float(program(pair.leaves[0], draft_leaves, state).mean())
 
 
 def state_and_stash_bytes(pair: Pair, plan: RoundPlan) -> tuple[int, int]:

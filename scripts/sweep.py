@@ -168,6 +168,7 @@ def main(
     ] = None,
     method: Annotated[list[str] | None, typer.Option(help=f"{', '.join(METHODS)}")] = None,
     budget: Annotated[list[int] | None, typer.Option(help="Of the trees; repeatable; 63.")] = None,
+    mtp_tokens: Annotated[list[int] | None, typer.Option(help="Of mtp; repeatable; 3.")] = None,
     temperature: Annotated[list[float] | None, typer.Option(help="Repeatable; 0.")] = None,
     prompts: Annotated[
         list[str] | None, typer.Option(help="Set name or JSONL path; repeatable; humaneval.")

@@ -181,6 +181,9 @@ def test_cells_are_canonical():
     assert spine.llm_arguments["spine"] and spine.llm_arguments["tree_budget"] == 31
     linear = Grid(method="ddtree:linear", baseline=False).cells("cpu")[0]
     assert linear.llm_arguments["acceptance"] == "linear"
+    mtp = Grid(pair="org/target", method="mtp", mtp_tokens=(2, 3), baseline=False).cells("cpu")
+    assert [cell.llm_arguments["mtp_tokens"] for cell in mtp] == [2, 3]
+    assert mtp[0].llm_arguments["draft"] is None
 
 
 @pytest.mark.parametrize(
@@ -195,6 +198,8 @@ def test_cells_are_canonical():
         ({"prompts": ("a/x.jsonl", "b/x.jsonl")}, "`prompts` must be different names"),
         ({"prompts": ()}, "`prompts` must be at least one value"),
         ({"limit": 0}, "`limit` must be"),
+        ({"method": "mtp"}, "`pair` must be targets with an MTP block"),
+        ({"pair": "org/target", "method": "mtp", "mtp_tokens": 0}, "`mtp_tokens` must be"),
     ],
 )
 def test_impossible_grids_are_refused(settings, message):

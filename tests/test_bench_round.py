@@ -1,0 +1,94 @@
+"""The benchmark of a round on tiny pairs: weights, the floor's count, and what it refuses."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from bench_round import Cell, check_round, main
+from real_shapes import PAIRS, Pair, leaf_names, random_state
+from round_floor import expected_experts, floor_of_round, state_and_stash_bytes
+
+from ddtree_jax.round import Report
+
+
+def test_rounds_of_a_hybrid_pair_commit_what_is_forced(tmp_path):
+    out = tmp_path / "out.jsonl"
+    sizes = {"layers": 4, "nodes": [1, 16], "slots": [2], "rows": [64], "rounds": 2, "repeats": 1}
+    main(out, pair="tiny-moe", forced_accept="2,5", count=True, **sizes)
+    one, tree = (json.loads(line) for line in out.read_text().splitlines())
+    assert [line["committed"] for line in (one, tree)] == [1.0, 3.5]
+    assert 4 <= one["experts_read"] <= 8 and one["experts_read"] < tree["experts_read"] <= 16
+
+
+def test_random_weights_suit_their_place():
+    pair = Pair.random(*PAIRS["tiny-moe"])
+    named = list(zip(leaf_names(pair.structures[0]), pair.leaves[0], strict=True))
+    for name, leaf in named:
+        assert jnp.all(jnp.isfinite(leaf)), name
+        wide = name in ("log_rate", "time_bias", "norm_scale")
+        assert leaf.dtype == (jnp.float32 if wide else jnp.bfloat16), name
+    spread = {name: float(jnp.std(leaf.astype(jnp.float32))) for name, leaf in named}
+    assert spread["router"] == pytest.approx(64**-0.5, rel=0.1)
+    experts = [leaf for name, leaf in named if leaf.ndim == 3]
+    for leaf in experts:
+        assert float(jnp.std(leaf.astype(jnp.float32))) == pytest.approx(
+            leaf.shape[1] ** -0.5, rel=0.1
+        )
+    state = random_state(*PAIRS["tiny-moe"], slots=2, rows=32, room=8).recurrent
+    assert {leaf.dtype.name for leaf in state.matrix} == {"float32"}
+    assert {leaf.dtype.name for leaf in state.conv} == {"bfloat16"}
+    assert all(jnp.std(leaf.astype(jnp.float32)) > 0.1 for leaf in jax.tree.leaves(state))
+
+
+def abstract_pair(name):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("real_shapes.random_leaves", lambda structure, leaves, seed: leaves)
+        return Pair.random(*PAIRS[name])
+
+
+# Sizes of docs/gdn.md, and by hand: weights without the embedding, caches, twice the states.
+@pytest.mark.parametrize(
+    ("name", "nodes", "gigabytes", "state", "stash"),
+    [
+        ("qwen3-8b", 1, 15.1 + 0.302, 0, 0),
+        ("qwen3.6-27b", 1, 51.25 + 0.134 + 0.308, 154e6, 152e6 / 64),
+        ("qwen3.6-27b", 64, 51.25 + 0.134 + 0.308 + 6.0 + 0.042, 154e6, 152e6),
+        ("qwen3.6-35b-a3b", 1, 5.87 + 0.042 + 0.129, 64.5e6, 71e6 / 64),
+    ],
+)
+def test_floor_counts_what_must_move(name, nodes, gigabytes, state, stash):
+    pair = abstract_pair(name)
+    plan = Cell(1, nodes, 2048).plan(pair.draft)
+    floor = floor_of_round(pair, plan, slots=1, rows=2048, rates=(4.3, 0.7))
+    assert floor["gigabytes"] == pytest.approx(gigabytes, rel=0.01)
+    assert floor["floor_ms"] == max(floor["bytes_ms"], floor["flops_ms"])
+    assert state_and_stash_bytes(pair, plan) == pytest.approx((state, stash), rel=0.02)
+
+
+def test_experts_that_rows_reach():
+    moe = PAIRS["qwen3.6-35b-a3b"][0].moe
+    assert expected_experts(moe, 1) == pytest.approx(8)
+    assert expected_experts(moe, 10_000) == pytest.approx(256)
+
+
+def test_a_round_that_computed_nothing_is_refused():
+    target, draft = PAIRS["tiny-hybrid"]
+    state = random_state(target, draft, slots=1, rows=32, room=8)
+    plan = Cell(1, 16, 32).plan(draft)
+
+    def report(accepted, token=7):
+        shape = (1, len(accepted))
+        tokens = np.full((*shape, plan.width), token)
+        return Report(np.ones(1, bool), np.ones(shape, int), np.array([accepted]), tokens)
+
+    check_round(state, report([2, 5, 2]), plan, (2, 5))
+    with pytest.raises(RuntimeError, match="committed"):
+        check_round(state, report([2, 2, 2]), plan, (2, 5))
+    with pytest.raises(RuntimeError, match="not finite"):
+        check_round(state, report([2, 5], token=0), plan, (2, 5))
+    broken = (state.recurrent.matrix[0] * jnp.nan, *state.recurrent.matrix[1:])
+    broken = state._replace(recurrent=state.recurrent._replace(matrix=broken))
+    with pytest.raises(RuntimeError, match="not finite"):
+        check_round(broken, report([2, 5]), plan, (2, 5))
