@@ -328,7 +328,7 @@ _GRID = ("tile", "head", "part", "slot")
 def _scratch(head_dim: int, group: int, config: Config) -> list:
     """Shared memory and barriers, in the order in which the kernel takes them."""
 
-    def tiled(*shape: int, dtype: jnp.dtype = jnp.bfloat16) -> plgpu.SMEM:
+    def tiled(*shape: int, dtype: jnp.dtype = jnp.bfloat16):
         """As WGMMA reads it: tiles of 8 rows of 128 bytes, swizzled."""
         tile = plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize))
         return plgpu.SMEM(shape, dtype, transforms=(tile, plgpu.SwizzleTransform(128)))
