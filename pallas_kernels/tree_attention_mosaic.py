@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import triton as pltriton
+from jax.typing import DTypeLike
 
 from pallas_kernels import dispatch, tree_attention_pallas
 
@@ -94,7 +95,7 @@ def _box_nodes(group: int) -> int:
     return _GROUP_ROWS // group // 8 * 8
 
 
-def _cast(x: jax.Array, layout: plgpu.Layout, interpret: bool) -> jax.Array:
+def _cast(x: jax.Array, layout, interpret: bool) -> jax.Array:
     return x if interpret else plgpu.layout_cast(x, layout)
 
 
@@ -104,7 +105,7 @@ def _iota(shape: tuple[int, int], axis: int, interpret: bool) -> jax.Array:
     return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
 
 
-def _load(ref: jax.Array, layout: plgpu.Layout, interpret: bool) -> jax.Array:
+def _load(ref, layout, interpret: bool) -> jax.Array:
     """A whole ref of global memory."""
     if interpret:
         return ref[...]
@@ -112,7 +113,7 @@ def _load(ref: jax.Array, layout: plgpu.Layout, interpret: bool) -> jax.Array:
     return plgpu.load(ref, *index, layout=layout, optimized=False)
 
 
-def _times_keys(query_ref: jax.Array, key_ref: jax.Array, interpret: bool) -> jax.Array:
+def _times_keys(query_ref, key_ref, interpret: bool) -> jax.Array:
     """Scores of a block, query @ key.T."""
     if interpret:
         scores = jnp.dot(query_ref[...], key_ref[...].T, preferred_element_type=jnp.float32)
@@ -128,9 +129,7 @@ def _times_keys(query_ref: jax.Array, key_ref: jax.Array, interpret: bool) -> ja
     return pl.run_scoped(product, plgpu.ACC(shape, jnp.float32))
 
 
-def _add_values(
-    acc: jax.Array, weight: jax.Array, value_ref: jax.Array, interpret: bool
-) -> jax.Array:
+def _add_values(acc: jax.Array, weight: jax.Array, value_ref, interpret: bool) -> jax.Array:
     """acc + weight @ value, weight in registers."""
     if interpret:
         acc = acc + jnp.dot(weight, value_ref[...], preferred_element_type=jnp.float32)
@@ -328,7 +327,7 @@ _GRID = ("tile", "head", "part", "slot")
 def _scratch(head_dim: int, group: int, config: Config) -> list:
     """Shared memory and barriers, in the order in which the kernel takes them."""
 
-    def tiled(*shape: int, dtype: jnp.dtype = jnp.bfloat16):
+    def tiled(*shape: int, dtype: DTypeLike = jnp.bfloat16):
         """As WGMMA reads it: tiles of 8 rows of 128 bytes, swizzled."""
         tile = plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize))
         return plgpu.SMEM(shape, dtype, transforms=(tile, plgpu.SwizzleTransform(128)))
