@@ -120,7 +120,7 @@ def _times_keys(query_ref, key_ref, interpret: bool) -> jax.Array:
         plgpu.commit_smem()  # unlike WGMMA, plain reads are not ordered before the next TMA
         return scores
 
-    def product(scores_ref: jax.Array) -> jax.Array:
+    def product(scores_ref):
         transposed = plgpu.transpose_ref if _JAX_0_10 else lambda ref, axes: ref.transpose(axes)
         plgpu.wgmma(scores_ref, query_ref, transposed(key_ref, (1, 0)))
         return scores_ref[...]

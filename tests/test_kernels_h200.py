@@ -28,6 +28,7 @@ from pallas_kernels import (
 )
 
 TRITON_CALL = "__gpu$xla.gpu.triton"
+MOSAIC_CALL = "@mosaic_gpu_v2"
 
 
 def compile_kernel(function, *arguments, launches=1, **xla_options):
@@ -49,10 +50,23 @@ def attention_arguments(shape):
 attention = functools.partial(tree_attention, scale=128**-0.5)
 
 
-# Shares of the prefix and the tree side by side, then the merge.
 @pytest.mark.parametrize("name", ["qwen3_8b_decode", "qwen3_8b_chain", "qwen3_8b_tree_batch"])
 def test_tree_attention_compiles(name):
-    compile_kernel(attention, *attention_arguments(shapes.ATTENTION[name]), launches=2)
+    lowered = aot.lower(attention, *attention_arguments(shapes.ATTENTION[name]))
+    assert lowered.as_text().count(MOSAIC_CALL) == 1
+    assert lowered.as_text().count(TRITON_CALL) <= 1  # the merge of several parts
+    aot.compile(lowered)
+
+
+def test_attention_with_a_window_is_tritons():
+    arguments = attention_arguments(shapes.ATTENTION["qwen3_8b_chain"])
+    start = aot.argument(arguments[0].shape[:2], jnp.int32)
+
+    def windowed(start, *arguments):
+        return attention(*arguments, prefix_start=start)
+
+    # Shares of the prefix and the tree side by side, then the merge.
+    compile_kernel(windowed, start, *arguments, launches=2)
 
 
 NO_SPILLS = {"xla_gpu_fail_ptx_compilation_on_register_spilling": True}
