@@ -101,8 +101,7 @@ class LLM:
             assets = files("ddtree_jax") / "assets"
             target = str(assets / "target")
             draft = str(assets / "draft") if draft is None else draft
-        if dtype == "auto":
-            dtype = "bfloat16" if jax.default_backend() == "gpu" else "float32"
+        width = _width(dtype)
         self._seed, self._request_count, self._traced = seed, 0, trace
         self._inbox: dict[int, deque[RequestProgress]] = {}
         folder, draft_folder, plan = _prepare(
@@ -111,12 +110,12 @@ class LLM:
         with ThreadPoolExecutor(1) as pool:
             tokenizer = pool.submit(_load_tokenizer, folder)
             self._engine = Engine(
-                load_target(folder, jnp.dtype(dtype)),
-                _load_drafter(folder, draft_folder, plan, jnp.dtype(dtype)),
+                load_target(folder, width),
+                _load_drafter(folder, draft_folder, plan, width),
                 plan,
                 max_slots=max_slots,
                 max_length=max_length,
-                dtype=jnp.dtype(dtype),
+                dtype=width,
                 rounds_per_dispatch=rounds_per_dispatch,
                 trace=trace,
             )
@@ -287,6 +286,12 @@ class LLM:
         if entry.params.seed is not None:
             return entry.params.seed
         return (self._seed + self._request_count - 1) % 2**32
+
+
+def _width(dtype: Dtype) -> jnp.dtype:
+    if dtype == "auto":
+        dtype = "bfloat16" if jax.default_backend() == "gpu" else "float32"
+    return jnp.dtype(dtype)
 
 
 def _prepare(

@@ -127,6 +127,11 @@ def spread(vector: jax.Array, shape: tuple[int, int], axis: int) -> jax.Array:
     return jax.lax.broadcast_in_dim(vector, shape, (axis,))
 
 
+def ordered_bits(bits: jax.Array) -> jax.Array:
+    """float32 bits to int32 that compare as the floats do, and back. -0 comes before +0."""
+    return bits ^ ((bits >> 31) & (2**31 - 1))
+
+
 def lowered_once(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
     """jit of a function that calls kernels, so that a program whose layers are alike traces and
     lowers each kernel once and not once a layer: most of the time before XLA's own.

@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels import dispatch
+from pallas_kernels.dispatch import ordered_bits, spread
 
 _MOST_K = 1024
 _MOST_LANES = 16384  # what 1024 threads hold beside their temporaries
@@ -84,11 +85,6 @@ def unsupported(columns: int, k: int) -> str | None:
     return None
 
 
-def _spread(vector: jax.Array, shape: tuple[int, int], axis: int) -> jax.Array:
-    """A vector along `axis` of a matrix; interpret mode wants indices and masks in full shape."""
-    return jax.lax.broadcast_in_dim(vector, shape, (axis,))
-
-
 def _load(ref, column: jax.Array, mask: jax.Array) -> jax.Array:
     """Logits as `topk_logsumexp.usable` makes them, -inf where the mask is False."""
     logits = pltriton.load(ref.at[column], mask=mask, other=-jnp.inf)
@@ -101,14 +97,9 @@ def _finite(top: jax.Array) -> jax.Array:
     return jnp.where(jnp.abs(top) < jnp.inf, top, 0.0)
 
 
-def _flip(bits: jax.Array) -> jax.Array:
-    """float32 bits to int32 that compare as the floats do, and back."""
-    return bits ^ ((bits >> 31) & _MASK)
-
-
 def _key(logits: jax.Array) -> jax.Array:
     """int32 keys in the order of the logits."""
-    return _flip(jax.lax.bitcast_convert_type(logits, jnp.int32))
+    return ordered_bits(jax.lax.bitcast_convert_type(logits, jnp.int32))
 
 
 class _Cut(NamedTuple):
@@ -181,10 +172,10 @@ def _store_best(key: jax.Array, column: jax.Array, outputs, *, k: int, interpret
     ranked = key.shape[0]
     width = min(ranked, _PAIRS // ranked)
     shape = (width, ranked)  # the sum runs along registers and warps, not inside a warp
-    mine, my_lane = _spread(key, shape, 1), jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+    mine, my_lane = spread(key, shape, 1), jax.lax.broadcasted_iota(jnp.int32, shape, 1)
 
     def add(other_keys, start, rank):
-        other = _spread(other_keys, shape, 0)
+        other = spread(other_keys, shape, 0)
         other_lane = start + jax.lax.broadcasted_iota(jnp.int32, shape, 0)
         ahead = (other > mine) | ((other == mine) & (other_lane < my_lane))
         return rank + jnp.sum(jnp.where(ahead, 1, 0).astype(jnp.int32), axis=0)
@@ -202,7 +193,7 @@ def _store_best(key: jax.Array, column: jax.Array, outputs, *, k: int, interpret
             rank,
         )
     place = jnp.minimum(rank, k)
-    value = jax.lax.bitcast_convert_type(_flip(key), jnp.float32)
+    value = jax.lax.bitcast_convert_type(ordered_bits(key), jnp.float32)
     pltriton.store(value_ref.at[place], value, mask=place < k)
     pltriton.store(token_ref.at[place], column, mask=place < k)
 
@@ -255,7 +246,7 @@ def _group_kernel(
     logits = _load(logits_ref, column, column < logits_ref.shape[0])
     top = jnp.max(logits, axis=1)
     top_ref[...] = top
-    total_ref[...] = jnp.sum(jnp.exp(logits - _spread(_finite(top), shape, 0)), axis=1)
+    total_ref[...] = jnp.sum(jnp.exp(logits - spread(_finite(top), shape, 0)), axis=1)
 
 
 def _select_kernel(

@@ -1,16 +1,13 @@
 """Mosaic GPU kernel of `tree_attention` for Hopper: TMA, WGMMA, warpgroups that share keys.
 
 A block takes one tile of rows (node, head) of one kv head and one share of the keys: the cached
-prefix and, behind it, the tree's own rows. One warpgroup keeps keys and values coming through a
-ring of shared memory; the others take 64 rows each and run the online softmax in registers, each
-at its own pace, so that one's exponentials overlap another's products. Shares are merged by the
+prefix and, behind it, the tree's own rows (`tree_attention_mosaic_body`). Shares are merged by the
 merge kernel of `tree_attention_pallas`.
 
 Rows of a warpgroup are head * box + node, box nodes a head: then queries are read and results
 written where they lie, as boxes of consecutive nodes.
 """
 
-import dataclasses
 import functools
 
 import jax
@@ -18,38 +15,22 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import triton as pltriton
-from jax.typing import DTypeLike
 
 from pallas_kernels import dispatch, tree_attention_pallas
+from pallas_kernels.tree_attention_mosaic_body import (
+    GRID,
+    GROUP_ROWS,
+    JAX_0_10,
+    WORD_BITS,
+    Config,
+    attention_kernel,
+    box_nodes,
+    scratch,
+)
 
-_LEAST = -1e30  # finite, so that a row with nothing visible gives no NaN
-_LOG2_E = 1.4426950408889634  # exp2 is the hardware's exponential
-_GROUP_ROWS = 64  # rows of a warpgroup: M of a WGMMA
-_WORD_BITS = 32
 _MOST_PARTS = 16
 _BLOCKS = 132  # one a multiprocessor of an H100 or H200
 _SHARED_BYTES = 227 * 1024
-_JAX_0_10 = jax.__version_info__ < (0, 11)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
-    """How the kernel is cut up."""
-
-    warpgroups: int  # that compute, of 64 rows each; one more moves data
-    block_keys: int  # keys a step: 64 or 128
-    stages: int  # blocks of keys, and of values, in shared memory
-    parts: int  # shares of the keys that run side by side, a power of two
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.warpgroups <= 3:
-            raise ValueError(f"`warpgroups` must be 1, 2 or 3, got {self.warpgroups}")
-        if self.block_keys not in (64, 128):
-            raise ValueError(f"`block_keys` must be 64 or 128, got {self.block_keys}")
-        if self.stages < 1:
-            raise ValueError(f"`stages` must be at least 1, got {self.stages}")
-        if self.parts < 1 or self.parts & (self.parts - 1):
-            raise ValueError(f"`parts` must be a power of two, got {self.parts}")
 
 
 def default_config(query: jax.Array, key: jax.Array) -> Config:
@@ -59,7 +40,7 @@ def default_config(query: jax.Array, key: jax.Array) -> Config:
     """
     slots, nodes, query_heads, head_dim = query.shape
     cache_rows, kv_heads = key.shape[1:3]
-    group_nodes = _box_nodes(query_heads // kv_heads)
+    group_nodes = box_nodes(query_heads // kv_heads)
     warpgroups = min(2, dispatch.ceil_div(nodes, group_nodes))
     blocks = dispatch.ceil_div(nodes, group_nodes * warpgroups) * kv_heads * slots
     most = min(_MOST_PARTS, dispatch.ceil_div(cache_rows + nodes, 64))
@@ -68,7 +49,7 @@ def default_config(query: jax.Array, key: jax.Array) -> Config:
         parts *= 2
     # Few parts are long loops, and those gain by fewer, larger steps.
     block_keys = 128 if warpgroups == 2 and parts <= 4 else 64
-    tile_bytes = warpgroups * _GROUP_ROWS * head_dim * (2 if parts == 1 else 6)
+    tile_bytes = warpgroups * GROUP_ROWS * head_dim * (2 if parts == 1 else 6)
     stages = (_SHARED_BYTES - tile_bytes - 4096) // (block_keys * head_dim * 2 * 2)
     return Config(warpgroups=warpgroups, block_keys=block_keys, stages=min(stages, 4), parts=parts)
 
@@ -90,279 +71,20 @@ def unsupported(
     return None
 
 
-def _box_nodes(group: int) -> int:
-    """Nodes of a warpgroup: as many as give it at most 64 rows; shared memory tiles are of 8."""
-    return _GROUP_ROWS // group // 8 * 8
-
-
-def _cast(x: jax.Array, layout, interpret: bool) -> jax.Array:
-    return x if interpret else plgpu.layout_cast(x, layout)
-
-
-def _iota(shape: tuple[int, int], axis: int, interpret: bool) -> jax.Array:
-    if interpret:
-        return jax.lax.broadcasted_iota(jnp.int32, shape, axis)
-    return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
-
-
-def _load(ref, layout, interpret: bool) -> jax.Array:
-    """A whole ref of global memory."""
-    if interpret:
-        return ref[...]
-    index = ((),) if _JAX_0_10 else ()
-    return plgpu.load(ref, *index, layout=layout, optimized=False)
-
-
-def _times_keys(query_ref, key_ref, interpret: bool) -> jax.Array:
-    """Scores of a block, query @ key.T."""
-    if interpret:
-        scores = jnp.dot(query_ref[...], key_ref[...].T, preferred_element_type=jnp.float32)
-        plgpu.commit_smem()  # unlike WGMMA, plain reads are not ordered before the next TMA
-        return scores
-
-    def product(scores_ref):
-        transposed = plgpu.transpose_ref if _JAX_0_10 else lambda ref, axes: ref.transpose(axes)
-        plgpu.wgmma(scores_ref, query_ref, transposed(key_ref, (1, 0)))
-        return scores_ref[...]
-
-    shape = (query_ref.shape[0], key_ref.shape[0])
-    return pl.run_scoped(product, plgpu.ACC(shape, jnp.float32))
-
-
-def _add_values(acc: jax.Array, weight: jax.Array, value_ref, interpret: bool) -> jax.Array:
-    """acc + weight @ value, weight in registers."""
-    if interpret:
-        acc = acc + jnp.dot(weight, value_ref[...], preferred_element_type=jnp.float32)
-        plgpu.commit_smem()
-        return acc
-    return pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, weight, value_ref))(
-        plgpu.ACC.init(acc)
-    )
-
-
-def _spread(vector: jax.Array, shape: tuple[int, int]) -> jax.Array:
-    return jax.lax.broadcast_in_dim(vector, shape, (0,))
-
-
-def _kernel(
-    lengths_ref,  # int32 [B]
-    query_ref,  # [B, T, N, H]
-    key_ref,  # [B, S, K, H]
-    value_ref,  # [B, S, K, H]
-    tree_key_ref,  # [B, T, K, H]
-    tree_value_ref,  # [B, T, K, H]
-    words_ref,  # int32 [B, words, tiles * warpgroups, 64], see _visible_words
-    *refs,  # outputs: [B, T, N, H], or of each part float32 [B, N, parts, T, H] sums and
-    # [B, K, parts, tiles * warpgroups, 64] maxima and totals; then what _scratch lists
-    config: Config,
-    scale: float,
-    interpret: bool,
-):
-    merged = config.parts == 1
-    out_refs, refs = (refs[:1], refs[1:]) if merged else (refs[:3], refs[3:])
-    query_smem, key_smem, value_smem, sums_smem, *barriers = refs
-    query_full, tail_full, key_full, value_full, key_free, value_free = barriers
-    query_heads, head_dim = query_ref.shape[2:]
-    cache_rows, kv_heads = key_ref.shape[1:3]
-    group = query_heads // kv_heads
-    box, block_keys = _box_nodes(group), config.block_keys
-    tile, head, part, slot = (jax.lax.axis_index(name) for name in _GRID)
-    warpgroup = jax.lax.axis_index("warpgroup")
-    producer = config.warpgroups
-
-    def boxes(unit):
-        """Of one warpgroup, for each head: its rows in shared memory and its nodes."""
-        first = (tile * config.warpgroups + unit) * box
-        for member in range(group):
-            yield pl.ds(member * box, box), pl.ds(first, box), head * group + member
-
-    @pl.when(warpgroup == producer)
-    def _start():
-        if config.warpgroups > 1:
-            plgpu.set_max_registers(40, action="decrease")
-        for unit in range(config.warpgroups):
-            for rows, near, query_head in boxes(unit):
-                plgpu.copy_gmem_to_smem(
-                    query_ref.at[slot, near, query_head],
-                    query_smem.at[unit, rows],
-                    query_full.at[unit],
-                )
-
-    # Parts divide the blocks in use, the tree's among them, so that all have work at any length.
-    length = jnp.clip(lengths_ref[slot], 0, cache_rows)
-    prefix_blocks = jax.lax.div(length + (block_keys - 1), jnp.int32(block_keys))
-    full_blocks = jax.lax.div(length, jnp.int32(block_keys))
-    blocks = prefix_blocks + words_ref.shape[1] * _WORD_BITS // block_keys
-    begin = jax.lax.div(part * blocks, jnp.int32(config.parts))
-    end = jax.lax.div((part + 1) * blocks, jnp.int32(config.parts))
-
-    @pl.when(warpgroup == producer)
-    def _produce():
-        def copy(block, refs, smem, barrier):
-            """Rows past the end of an array arrive as 0."""
-            prefix_ref, tree_ref = refs
-
-            def start(ref, first):
-                plgpu.copy_gmem_to_smem(ref.at[slot, pl.ds(first, block_keys), head], smem, barrier)
-
-            pl.when(block < prefix_blocks)(lambda: start(prefix_ref, block * block_keys))
-            first = (block - prefix_blocks) * block_keys
-            pl.when(block >= prefix_blocks)(lambda: start(tree_ref, first))
-
-        def step(block, _):
-            stage = jax.lax.rem(block - begin, jnp.int32(config.stages))
-            reused = block - begin >= config.stages
-            pl.when(reused)(lambda: plgpu.barrier_wait(key_free.at[stage]))
-            keys = (key_ref, tree_key_ref)
-            copy(block, keys, key_smem.at[stage], key_full.at[stage])
-            pl.when(reused)(lambda: plgpu.barrier_wait(value_free.at[stage]))
-            values, smem = (value_ref, tree_value_ref), value_smem.at[stage]
-            partial = (block >= full_blocks) & (block < prefix_blocks)
-
-            @pl.when(~partial)
-            def _():
-                copy(block, values, smem, value_full.at[stage])
-
-            @pl.when(partial)
-            def _():
-                # What lies behind the length may be NaN, which survives a weight of 0.
-                copy(block, values, smem, tail_full)
-                plgpu.barrier_wait(tail_full)
-                for first in range(0, block_keys, 64):
-                    for column in range(0, head_dim, 64):
-                        part_smem = smem.at[pl.ds(first, 64), pl.ds(column, 64)]
-                        row = first + _iota((64, 64), 0, interpret)
-                        used = row < length - block * block_keys
-                        part = part_smem[...]
-                        part_smem[...] = jnp.where(used, part, jnp.zeros_like(part))
-                plgpu.commit_smem()
-                plgpu.barrier_arrive(value_full.at[stage])
-
-        jax.lax.fori_loop(begin, end, step, None)
-
-        def drain(block, _):
-            stage = jax.lax.rem(block - begin, jnp.int32(config.stages))
-            plgpu.barrier_wait(key_free.at[stage])
-            plgpu.barrier_wait(value_free.at[stage])
-
-        # No barrier is left with a phase that nobody waited for.
-        jax.lax.fori_loop(jnp.maximum(begin, end - config.stages), end, drain, None)
-
-    @pl.when(warpgroup < producer)
-    def _attend():
-        if config.warpgroups > 1:  # what the producer gave up
-            plgpu.set_max_registers(232 if config.warpgroups == 2 else 152, action="increase")
-        scores_shape = (_GROUP_ROWS, block_keys)
-        row_layout = plgpu.Layout.WGMMA.reduce(1)
-        unit = tile * config.warpgroups + warpgroup
-        column = _iota(scores_shape, 1, interpret)
-
-        def mask_tail(scores, block):
-            return jnp.where(column < length - block * block_keys, scores, -jnp.inf)
-
-        def mask_tree(scores, block):
-            count = block_keys // _WORD_BITS
-            first = (block - prefix_blocks) * count
-            word = None
-            for i in range(count):
-                row_word = _load(words_ref.at[slot, first + i, unit], row_layout, interpret)
-                spread = _spread(row_word, scores_shape)
-                word = spread if word is None else jnp.where(column < i * _WORD_BITS, word, spread)
-            bit = jax.lax.shift_right_logical(word, column & (_WORD_BITS - 1)) & 1
-            return jnp.where(bit == 1, scores, -jnp.inf)
-
-        def mask(scores, block):
-            return jax.lax.cond(block < prefix_blocks, mask_tail, mask_tree, scores, block)
-
-        def step(block, state):
-            """One step of the online softmax, in powers of two."""
-            acc, top, total = state
-            stage = jax.lax.rem(block - begin, jnp.int32(config.stages))
-            plgpu.barrier_wait(key_full.at[stage])
-            scores = _times_keys(query_smem.at[warpgroup], key_smem.at[stage], interpret)
-            plgpu.barrier_arrive(key_free.at[stage])
-            scores = jax.lax.cond(
-                block < full_blocks, lambda scores, block: scores, mask, scores, block
-            )
-            new_top = jnp.maximum(top, scores.max(axis=1) * (scale * _LOG2_E))
-            weight = jnp.exp2(scores * (scale * _LOG2_E) - _spread(new_top, scores_shape))
-            decay = jnp.exp2(top - new_top)
-            total = total * decay + weight.sum(axis=1)
-            acc = acc * _spread(decay, acc.shape)
-            plgpu.barrier_wait(value_full.at[stage])
-            acc = _add_values(acc, weight.astype(jnp.bfloat16), value_smem.at[stage], interpret)
-            plgpu.barrier_arrive(value_free.at[stage])
-            return acc, new_top, total
-
-        acc = jnp.zeros((_GROUP_ROWS, head_dim), jnp.float32)
-        top = jnp.full((_GROUP_ROWS,), _LEAST, jnp.float32)
-        total = jnp.zeros((_GROUP_ROWS,), jnp.float32)
-        state = (
-            _cast(acc, plgpu.Layout.WGMMA, interpret),
-            _cast(top, row_layout, interpret),
-            _cast(total, row_layout, interpret),
-        )
-        plgpu.barrier_wait(query_full.at[warpgroup])
-        acc, top, total = jax.lax.fori_loop(begin, end, step, state)
-        if merged:
-            # A row that saw nothing has total 0 and gives 0.
-            acc = acc * _spread(1.0 / jnp.where(total > 0.0, total, 1.0), acc.shape)
-            out_smem = query_smem.at[warpgroup]
-        else:
-            out_smem = sums_smem.at[warpgroup]
-            out_refs[1].at[slot, head, part, unit][...] = top
-            out_refs[2].at[slot, head, part, unit][...] = total
-        out_smem[...] = acc.astype(out_smem.dtype)
-        plgpu.commit_smem()
-        for rows, near, query_head in boxes(warpgroup):
-            out = out_refs[0].at[slot]
-            out = out.at[near, query_head] if merged else out.at[query_head, part, near]
-            plgpu.copy_smem_to_gmem(out_smem.at[rows], out)
-        plgpu.wait_smem_to_gmem(0)
-
-
-_GRID = ("tile", "head", "part", "slot")
-
-
-def _scratch(head_dim: int, group: int, config: Config) -> list:
-    """Shared memory and barriers, in the order in which the kernel takes them."""
-
-    def tiled(*shape: int, dtype: DTypeLike = jnp.bfloat16):
-        """As WGMMA reads it: tiles of 8 rows of 128 bytes, swizzled."""
-        tile = plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize))
-        return plgpu.SMEM(shape, dtype, transforms=(tile, plgpu.SwizzleTransform(128)))
-
-    units, stages = config.warpgroups, config.stages
-    block = (stages, config.block_keys, head_dim)
-    sums = tiled(units, _GROUP_ROWS, head_dim, dtype=jnp.float32) if config.parts > 1 else None
-    return [
-        tiled(units, _GROUP_ROWS, head_dim),
-        tiled(*block),
-        tiled(*block),
-        sums,
-        plgpu.Barrier(num_arrivals=group, num_barriers=units),
-        plgpu.Barrier(),
-        plgpu.Barrier(num_barriers=stages),
-        plgpu.Barrier(num_barriers=stages),
-        plgpu.Barrier(num_arrivals=units, num_barriers=stages),
-        plgpu.Barrier(num_arrivals=units, num_barriers=stages),
-    ]
-
-
 def _visible_words(visible: jax.Array, units: int, group: int, block_keys: int) -> jax.Array:
     """[B, T, T] as bits: int32 [B, words, units, 64], bit i of word w for node 32 w + i, in the
     warpgroups' order of rows. The same in every layer: XLA computes it once."""
     slots, nodes, _ = visible.shape
-    box = _box_nodes(group)
+    box = box_nodes(group)
     columns = dispatch.ceil_div(nodes, block_keys) * block_keys
     visible = jnp.pad(visible, ((0, 0), (0, units * box - nodes), (0, columns - nodes)))
-    bits = visible.reshape(slots, units, box, columns // _WORD_BITS, _WORD_BITS)
-    value = jnp.uint32(1) << jnp.arange(_WORD_BITS, dtype=jnp.uint32)
+    bits = visible.reshape(slots, units, box, columns // WORD_BITS, WORD_BITS)
+    value = jnp.uint32(1) << jnp.arange(WORD_BITS, dtype=jnp.uint32)
     words = jnp.sum(jnp.where(bits, value, jnp.uint32(0)), axis=4, dtype=jnp.uint32)
     words = jax.lax.bitcast_convert_type(words, jnp.int32).transpose(0, 3, 1, 2)
     words = jnp.broadcast_to(words[:, :, :, None], (*words.shape[:3], group, box))
     words = words.reshape(*words.shape[:3], group * box)
-    return jnp.pad(words, ((0, 0), (0, 0), (0, 0), (0, _GROUP_ROWS - group * box)))
+    return jnp.pad(words, ((0, 0), (0, 0), (0, 0), (0, GROUP_ROWS - group * box)))
 
 
 @dispatch.lowered_once
@@ -396,15 +118,15 @@ def _pad_rows(x: jax.Array, multiple: int) -> jax.Array:
 
 
 def _attend(query, key, value, tree_key, tree_value, lengths, visible, config, scale, interpret):
-    """The outputs of _kernel: results if there is one part, else partial softmaxes."""
+    """The outputs of attention_kernel: results if there is one part, else partial softmaxes."""
     slots, nodes, query_heads, head_dim = query.shape
     kv_heads = key.shape[2]
     group = query_heads // kv_heads
-    unit_nodes = _box_nodes(group)
+    unit_nodes = box_nodes(group)
     tiles = dispatch.ceil_div(nodes, unit_nodes * config.warpgroups)
     units = tiles * config.warpgroups
     words = _visible_words(visible, units, group, config.block_keys)
-    if interpret and _JAX_0_10:  # which does not simulate what TMA does past an array's end
+    if interpret and JAX_0_10:  # which does not simulate what TMA does past an array's end
         key, value = (_pad_rows(x, config.block_keys) for x in (key, value))
         tree_key, tree_value = (_pad_rows(x, config.block_keys) for x in (tree_key, tree_value))
         query = _pad_rows(query, units * unit_nodes)
@@ -415,14 +137,14 @@ def _attend(query, key, value, tree_key, tree_value, lengths, visible, config, s
     else:
         rows = dispatch.ceil_div(query.shape[1], 8) * 8
         sums = (slots, query_heads, config.parts, rows, head_dim)
-        per_row = (slots, kv_heads, config.parts, units, _GROUP_ROWS)
+        per_row = (slots, kv_heads, config.parts, units, GROUP_ROWS)
         out_types = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (sums, per_row, per_row)]
     return plgpu.kernel(
-        functools.partial(_kernel, config=config, scale=scale, interpret=interpret),
+        functools.partial(attention_kernel, config=config, scale=scale, interpret=interpret),
         out_type=out_types,
-        scratch_types=_scratch(head_dim, group, config),
+        scratch_types=scratch(head_dim, group, config),
         grid=(tiles, kv_heads, config.parts, slots),
-        grid_names=_GRID,
+        grid_names=GRID,
         num_threads=config.warpgroups + 1,
         thread_name="warpgroup",
         kernel_name="tree_attention",
@@ -443,7 +165,7 @@ def _merge(partial, out_shape, group: int, interpret: bool) -> jax.Array:
     """Adds up the partial softmaxes: 8 nodes of one head a program."""
     sums, top, total = partial
     slots, nodes, query_heads, head_dim = out_shape.shape
-    parts, rows, box = sums.shape[2], 8, _box_nodes(group)
+    parts, rows, box = sums.shape[2], 8, box_nodes(group)
     split = (*top.shape[:4], group, box)
     per_row = pl.BlockSpec(
         (None, None, parts, None, None, rows),
@@ -451,7 +173,7 @@ def _merge(partial, out_shape, group: int, interpret: bool) -> jax.Array:
     )
     out = jax.ShapeDtypeStruct((slots, nodes, query_heads, 1, head_dim), out_shape.dtype)
     merged = pl.pallas_call(
-        tree_attention_pallas._merge_kernel,
+        tree_attention_pallas.merge_kernel,
         grid=(dispatch.ceil_div(nodes, rows), query_heads, slots),
         in_specs=[
             pl.BlockSpec((None, None, parts, rows, head_dim), lambda i, h, b: (b, h, 0, i, 0)),

@@ -196,7 +196,7 @@ def _attention_kernel(
     total_ref[...] = total
 
 
-def _merge_kernel(
+def merge_kernel(
     acc_ref,  # float32 [parts, merge_rows, H]
     top_ref,  # float32 [parts, merge_rows]
     total_ref,  # float32 [parts, merge_rows]
@@ -307,7 +307,7 @@ def _merge(
     block = (None, parts, _MERGE_ROWS)
     per_row = pl.BlockSpec(block, lambda i, k, b: (b, k, i))
     return pl.pallas_call(
-        _merge_kernel,
+        merge_kernel,
         grid=(dispatch.ceil_div(nodes * group, _MERGE_ROWS), kv_heads, slots),
         in_specs=[
             pl.BlockSpec((*block, head_dim), lambda i, k, b: (b, k, i, 0)),

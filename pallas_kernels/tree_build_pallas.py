@@ -45,12 +45,11 @@ def _num_warps(nodes: int, words: int) -> int:
 def _ordered(score: jax.Array) -> jax.Array:
     """Bits of a float32 that compare as it does; -0 is +0, and -inf is `_ABSENT`."""
     bits = jax.lax.bitcast_convert_type(jnp.where(score == 0.0, 0.0, score), jnp.int32)
-    return jnp.where(score > -jnp.inf, bits ^ ((bits >> 31) & _INT32_MAX), _ABSENT)
+    return jnp.where(score > -jnp.inf, dispatch.ordered_bits(bits), _ABSENT)
 
 
 def _score_of(ordered: jax.Array) -> jax.Array:
-    bits = ordered ^ ((ordered >> 31) & _INT32_MAX)
-    score = jax.lax.bitcast_convert_type(bits, jnp.float32)
+    score = jax.lax.bitcast_convert_type(dispatch.ordered_bits(ordered), jnp.float32)
     return jnp.where(ordered == _ABSENT, -jnp.inf, score)
 
 

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import typer
-from bench_timing import LEAST_COPY_RATE, alone, measure_rates
+from bench_timing import alone, ceilings_ms, measure_rates
 from kernel_cases import (
     IMPLEMENTATIONS,
     OPS,
@@ -104,11 +104,8 @@ def prepare(case: Case, widths: Widths, rates: tuple[float, float]) -> Prepared:
 
 
 def ceiling_us(cost: Cost, rates: tuple[float, float]) -> dict[str, float]:
-    copy_rate, matmul_rate = rates
-    return {
-        "bytes_us": cost.bytes / 1e6 / max(copy_rate, LEAST_COPY_RATE),
-        "flops_us": cost.flops / 1e9 / matmul_rate,
-    }
+    times = ceilings_ms(cost.bytes / 1e9, cost.flops / 1e12, rates)
+    return {"bytes_us": 1e3 * times["bytes_ms"], "flops_us": 1e3 * times["flops_ms"]}
 
 
 def on_host(problem: Problem, result: Any) -> list[np.ndarray]:

@@ -10,7 +10,6 @@ its arithmetic over the matrix rate, both rates measured first in the same run.
 """
 
 import dataclasses
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +23,7 @@ import typer
 from bench_timing import alone, measure_rates, timed
 from device_profile import NO_COMMAND_BUFFERS, Kernel, profile
 from real_shapes import PAIRS, Pair, cut_layers, random_state
-from records import context
+from records import append, context
 from rich.console import Console
 from rich.table import Table
 from round_floor import count_experts, floor_of_round
@@ -248,6 +247,19 @@ def parse_option(item: str) -> tuple[str, str | bool | int]:
     return name, int(value) if value.isdigit() else value
 
 
+def parse_pattern(text: str) -> tuple[int, ...]:
+    """'2,5,8' -> (2, 5, 8)"""
+    try:
+        pattern = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        pattern = ()
+    if not pattern or min(pattern) < 1:
+        raise typer.BadParameter(
+            f"`--forced-accept` must be counts of at least 1 such as 2,5,8, got {text!r}"
+        )
+    return pattern
+
+
 def main(
     out: Annotated[Path, typer.Argument(help="JSONL file; lines are added.")],
     pair: Annotated[str, typer.Option(help=" or ".join(PAIRS))] = "qwen3-8b",
@@ -267,14 +279,7 @@ def main(
 ) -> None:
     if pair not in PAIRS:
         raise typer.BadParameter(f"`--pair` must be one of {tuple(PAIRS)}, got {pair!r}")
-    try:
-        pattern = tuple(int(part) for part in forced_accept.split(","))
-    except ValueError:
-        pattern = ()
-    if not pattern or min(pattern) < 1:
-        raise typer.BadParameter(
-            f"`--forced-accept` must be counts of at least 1 such as 2,5,8, got {forced_accept!r}"
-        )
+    pattern = parse_pattern(forced_accept)
     console = Console(width=170)
     options = dict(parse_option(item) for item in option or ())
     cut = cut_layers(PAIRS[pair], layers)
@@ -305,8 +310,7 @@ def main(
             count=count,
             options=options,
         )
-        with out.open("a") as file:
-            file.write(json.dumps({**common, **line}) + "\n")
+        append(out, [{**common, **line}])
         console.print(line)
         if kernels:
             show_kernels(console, kernels, rounds)

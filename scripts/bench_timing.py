@@ -36,6 +36,15 @@ def timed(run: Callable[[], object], repeats: int) -> list[float]:
     return times
 
 
+def ceilings_ms(gigabytes: float, teraflops: float, rates: tuple[float, float]) -> dict[str, float]:
+    """Least milliseconds for moving and for multiplying, at the rates of `measure_rates`."""
+    copy_rate, matmul_rate = rates
+    return {
+        "bytes_ms": gigabytes / max(copy_rate, LEAST_COPY_RATE),
+        "flops_ms": teraflops / matmul_rate,
+    }
+
+
 def measure_rates() -> tuple[float, float]:
     """(copy rate in GB/ms, bytes read and written; bf16 matrix rate in TFLOP/ms), best of many."""
     on_gpu = jax.default_backend() == "gpu"

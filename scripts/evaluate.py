@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 from humaneval import chosen_prompts
-from records import context, loops
+from records import append, context, loops
 from rich.console import Console
 from rich.table import Table
 
@@ -105,8 +105,7 @@ def main(
             row |= {"slots": slots, "max_tokens": max_tokens, "dtype": dtype}
             row |= summary(outputs, seconds) | {"same": f"{same}/{len(tokens)}"} | context()
             rows.append(row)
-            with out.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+            append(out, [row])
             print(json.dumps(row), flush=True)
     show(rows)
 

@@ -7,7 +7,6 @@ over one, so a near-tie can fall to the other side; from there on the texts diff
 first difference of every prompt and gives the gap of the top two logits at that place, T=0.
 """
 
-import json
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated
@@ -17,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import typer
 from humaneval import chosen_prompts
-from records import context
+from records import append, context
 from rich.console import Console
 
 from convert import ensure_converted
@@ -90,8 +89,7 @@ def main(
         both = {int(token) for token in np.argsort(logits)[-2:]}
         line = {"prompt": len(gaps), "place": place, "gap": round(gaps[-1], 4)}
         line["top_two"] = {ours[place], theirs[place]} == both
-        with out.open("a") as file:
-            file.write(json.dumps({**line, **context()}) + "\n")
+        append(out, [line | context()])
     worst = max(gaps, default=0.0)
     Console().print(
         f"{len(prompts) - len(gaps)} of {len(prompts)} outputs equal; of {len(gaps)} first "

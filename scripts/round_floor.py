@@ -4,7 +4,7 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
-from bench_timing import LEAST_COPY_RATE
+from bench_timing import ceilings_ms
 from real_shapes import Pair, abstract_model, cut_layers, leaf_names
 
 from ddtree_jax.config import MoEConfig
@@ -125,8 +125,7 @@ def floor_of_round(
         moved += 2 * (drafter + head) + slots * seen * 4 * draft.num_kv_heads * draft.head_dim
         products += slots * draft.block_size * (2 * drafter + head)
     gigabytes, teraflops = moved / 1e9, 2 * products / 1e12
-    times = {"bytes_ms": gigabytes / max(rates[0], LEAST_COPY_RATE)}
-    times["flops_ms"] = teraflops / rates[1]
+    times = ceilings_ms(gigabytes, teraflops, rates)
     line = {"gigabytes": gigabytes, "teraflops": teraflops, **times}
     line["floor_ms"] = max(times.values())
     if target.hybrid is not None:

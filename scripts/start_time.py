@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from records import append, context
 
 app = typer.Typer(add_completion=False, help=__doc__)
 Folder = Annotated[Path, typer.Argument(help="Holds target/, draft/ and programs/.")]
@@ -74,8 +75,7 @@ def measure(
         )
         line = json.loads(child.stdout.splitlines()[-1])
         line = {"bench": "start", "warm_cache": number > 0, "prompt": prompt, **line}
-        with out.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        append(out, [line])
         print(line)
 
 
@@ -83,8 +83,6 @@ def measure(
 def child(folder: Path, begin: float, prompt: int) -> None:
     """One process: times since `begin` (time.time() of the parent before the start)."""
     sys.modules["torch"] = None  # transformers imports it where it is, and we need none
-    from records import context
-
     from ddtree_jax import LLM, SamplingParams
 
     marks = [begin, time.time()]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jaxtyping import TypeCheckError
 
-from pallas_kernels import tree_attention, tree_attention_pallas
+from pallas_kernels import tree_attention, tree_attention_mosaic, tree_attention_pallas
 
 IMPLEMENTATIONS = ["xla", "pallas"]
 ERROR = {jnp.float32: 2e-5, jnp.bfloat16: 2e-2}
@@ -122,6 +122,20 @@ def test_attention_is_the_softmax_over_both_parts(implementation, name):
     )
     if case.windowed:
         assert (out[0, -1] == 0).all()  # this node sees nothing
+
+
+def test_mosaic_is_the_softmax_over_both_parts():
+    """In interpret mode, which reports races: a full slot and an empty one, two parts."""
+    case, scale = Case(2, 5, 8, 2, 128, 136, dtype=jnp.bfloat16), 128**-0.5
+    arrays = arguments(case)
+    config = tree_attention_mosaic.Config(warpgroups=2, block_keys=64, stages=2, parts=2)
+    *rest, start = (None if x is None else jnp.asarray(x) for x in arrays)
+    out = tree_attention_mosaic.tree_attention(
+        *rest, start, scale=scale, interpret=True, config=config
+    )
+    np.testing.assert_allclose(
+        np.asarray(out, np.float64), expected(*arrays, scale), atol=ERROR[case.dtype], rtol=0
+    )
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
