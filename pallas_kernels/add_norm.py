@@ -17,15 +17,18 @@ def add_norm(
     scale: Float[Array, " D"],
     *,
     eps: float,
+    centred: bool = False,
     implementation: dispatch.Implementation | None = None,
 ) -> tuple[Float[Array, "B R D"], Float[Array, "B R D"]]:
     """(y, normed): y = x + sum of the update's parts, normed = y / rms(y) * scale.
 
     Args:
-      x, scale: bfloat16 or float32. The sum of parts is rounded to x's dtype before the addition,
-        as the product itself would be; the mean of squares runs in float32.
-      update: parts in x's dtype or float32.
+      x: bfloat16 or float32, and so is y. The sum of parts is rounded to x's dtype before the
+        addition, as the product itself would be.
+      scale: bfloat16 or float32, and so is `normed`; the mean of squares runs in float32.
+      update: parts in bfloat16 or float32.
       eps: added to the mean of squares.
+      centred: see `rms_norm`.
       implementation: None, "xla" or "pallas", see `dispatch.choose`.
 
     Raises:
@@ -43,8 +46,10 @@ def add_norm(
         "add_norm", implementation, add_norm_pallas.unsupported(x.dtype, x.shape[-1])
     )
     if chosen == "xla":
-        return definition(x, update, scale, eps=eps)
-    return add_norm_pallas.add_norm(x, update, scale, eps=eps, interpret=dispatch.interpret())
+        return definition(x, update, scale, eps=eps, centred=centred)
+    return add_norm_pallas.add_norm(
+        x, update, scale, eps=eps, centred=centred, interpret=dispatch.interpret()
+    )
 
 
 def definition(
@@ -53,15 +58,25 @@ def definition(
     scale: Float[Array, " D"],
     *,
     eps: float,
+    centred: bool = False,
 ) -> tuple[Float[Array, "B R D"], Float[Array, "B R D"]]:
     """The meaning of `add_norm` in plain jnp."""
     y = x + sum_parts(update, x.dtype)
-    return y, rms_norm(y, scale, eps=eps)
+    return y, rms_norm(y, scale, eps=eps, centred=centred)
 
 
-def rms_norm(x: Float[Array, "*batch D"], scale: Array, *, eps: float) -> Float[Array, "*batch D"]:
-    """x / rms(x) * scale over the last axis; the mean of squares in float32."""
-    return unit_rms(x, eps).astype(x.dtype) * scale.reshape((1,) * (x.ndim - 1) + (-1,))
+def rms_norm(
+    x: Float[Array, "*batch D"], scale: Array, *, eps: float, centred: bool = False
+) -> Float[Array, "*batch D"]:
+    """x / rms(x) * scale over the last axis, in scale's dtype; the mean of squares in float32.
+
+    centred: the factor is 1 + scale, and all is float32 up to the result; without it x / rms(x)
+    is rounded before it is scaled.
+    """
+    unit, row = unit_rms(x, eps), scale.reshape((1,) * (x.ndim - 1) + (-1,))
+    if centred:
+        return (unit * (1.0 + row.astype(jnp.float32))).astype(scale.dtype)
+    return unit.astype(scale.dtype) * row
 
 
 def unit_rms(x: Float[Array, "*batch D"], eps: float) -> Float32[Array, "*batch D"]:

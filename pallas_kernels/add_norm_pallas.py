@@ -29,6 +29,7 @@ def _add_norm_kernel(
     normed_ref,  # [1, D], out
     *,
     eps: float,
+    centred: bool,
 ):
     size, dtype = x_ref.shape[1], x_ref.dtype
     lane = jax.lax.iota(jnp.int32, dispatch.next_power_of_two(size))
@@ -45,21 +46,30 @@ def _add_norm_kernel(
     total = total.astype(dtype)
     wide = total.astype(jnp.float32)
     scaling = jax.lax.rsqrt(jnp.sum(wide * wide) / size + eps)
-    normed = (wide * scaling).astype(dtype).astype(jnp.float32) * scale
+    normed = wide * scaling
+    if not centred:
+        normed = normed.astype(normed_ref.dtype).astype(jnp.float32)
+    normed = normed * (1.0 + scale if centred else scale)
     pltriton.store(sum_ref.at[0, lane], total, mask=inside)
-    pltriton.store(normed_ref.at[0, lane], normed.astype(dtype), mask=inside)
+    pltriton.store(normed_ref.at[0, lane], normed.astype(normed_ref.dtype), mask=inside)
 
 
 @dispatch.lowered_once
 def add_norm(
-    x: jax.Array, update: jax.Array, scale: jax.Array, *, eps: float, interpret: bool
+    x: jax.Array,
+    update: jax.Array,
+    scale: jax.Array,
+    *,
+    eps: float,
+    centred: bool,
+    interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """Sum and normed rows, each [B, R, D], as `add_norm.definition` gives them."""
     parts, size = update.shape[0], x.shape[-1]
     rows = x.size // size
     row = pl.BlockSpec((1, size), lambda i: (i, 0))
     total, normed = pl.pallas_call(
-        functools.partial(_add_norm_kernel, eps=eps),
+        functools.partial(_add_norm_kernel, eps=eps, centred=centred),
         grid=(rows,),
         in_specs=[
             row,
@@ -67,7 +77,7 @@ def add_norm(
             pl.BlockSpec((size,), lambda i: (0,)),
         ],
         out_specs=[row, row],
-        out_shape=[jax.ShapeDtypeStruct((rows, size), x.dtype)] * 2,
+        out_shape=[jax.ShapeDtypeStruct((rows, size), dtype) for dtype in (x.dtype, scale.dtype)],
         compiler_params=pltriton.CompilerParams(num_warps=8 if size > 2048 else 4, num_stages=1),
         interpret=interpret,
         name="add_norm",

@@ -37,7 +37,7 @@ def skinny_matmul(
       NotImplementedError: the named implementation cannot run here.
     """
     check_product("kernel", x, kernel)
-    unsupported = skinny_matmul_pallas.unsupported(x.dtype, *kernel.shape)
+    unsupported = skinny_matmul_pallas.unsupported(x.dtype, kernel.shape[0])
     if choose("skinny_matmul", x, implementation, unsupported, most_rows=MOST_ROWS) == "xla":
         return definition(x, kernel)
     return skinny_matmul_pallas.skinny_matmul(x, kernel, interpret=dispatch.interpret())

@@ -20,28 +20,32 @@ _PROGRAMS = 96  # enough to draw the whole memory rate, few enough to keep the p
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """How the kernel is cut up; sizes divide the matrix."""
+    """How the kernel is cut up; sizes divide the matrix, but for `columns`."""
 
-    columns: int  # of the matrix, a program
+    columns: int  # of the matrix, a program; the last one may have fewer
     block: int  # of the inner axis, a step of the loop
     splits: int = 1  # shares of the inner axis
     num_warps: int = 4
     num_stages: int = 4
 
 
-def unsupported(dtype: jnp.dtype, inner: int, columns: int) -> str | None:
-    """Why the kernel cannot take these arguments, or None."""
+def unsupported(dtype: jnp.dtype, *sides: int) -> str | None:
+    """Why a kernel cannot take these arguments, or None. sides: those that it does not mask."""
     if dtype not in (jnp.bfloat16, jnp.float32):
         return f"it takes bfloat16 and float32, got {jnp.dtype(dtype).name}"
-    if inner % 16 or columns % 16:
-        return f"the matrix must be a multiple of 16 both ways, got {inner} by {columns}"
+    if any(side % 16 for side in sides):
+        return f"sides of the matrix must be a multiple of 16, got {' by '.join(map(str, sides))}"
     return None
 
 
 def default_config(inner: int, columns: int, dtype: jnp.dtype) -> Config:
     """Measured on an H200 (scripts/results/kernel_log.md) for the products of Qwen3-8B."""
-    wide = dispatch.divisor(columns, 128 if dtype == jnp.bfloat16 else 32)
-    tiles = columns // wide
+    most = 128 if dtype == jnp.bfloat16 else 32
+    wide = dispatch.divisor(columns, most)
+    if wide < 16 or columns > 8 * most:
+        # Part of one program of many idles, where narrow ones would all read in short rows.
+        wide = min(most, dispatch.lanes_for(columns))
+    tiles = dispatch.ceil_div(columns, wide)
     splits = 1
     while tiles * splits < _PROGRAMS and inner % (splits * 2 * 128) == 0:
         splits *= 2
@@ -77,25 +81,33 @@ def _matmul_kernel(
 ):
     share, columns = kernel_ref.shape
     tile, part = pl.program_id(0), pl.program_id(2)
+    first_column = pl.program_id(1) * columns
 
     def step(index, acc):
         inner = index * config.block + jax.lax.iota(jnp.int32, config.block)
         rows = load_rows(x_ref, tile, tile_rows, part * share + inner)
-        weights = kernel_ref[pl.ds(index * config.block, config.block), :]
-        return acc + dispatch.dot(rows, weights)
+        weights = kernel_ref.at[pl.ds(index * config.block, config.block), :]
+        if out_ref.shape[1] % columns == 0:
+            return acc + dispatch.dot(rows, weights[...])
+        column = dispatch.spread(jax.lax.iota(jnp.int32, columns), (config.block, columns), 1)
+        inside = first_column + column < out_ref.shape[1]
+        return acc + dispatch.dot(rows, pltriton.load(weights, mask=inside, other=0.0))
 
     acc = jnp.zeros((tile_rows, columns), jnp.float32)
     acc = jax.lax.fori_loop(0, share // config.block, step, acc)
-    store_rows(out_ref, tile, pl.program_id(1) * columns, acc)
+    store_rows(out_ref, tile, first_column, acc)
 
 
 def store_rows(out_ref, tile: jax.Array, first_column: jax.Array, value: jax.Array) -> None:
-    """Writes a tile to out_ref [rows, O], without the padding rows."""
+    """Writes a tile to out_ref [rows, O], without what lies past its end."""
     rows, (size, columns) = out_ref.shape[0], value.shape
     row = dispatch.spread(tile * size + jax.lax.iota(jnp.int32, size), value.shape, 0)
     column = first_column + jax.lax.iota(jnp.int32, columns)
-    target = out_ref.at[row, dispatch.spread(column, value.shape, 1)]
-    pltriton.store(target, value.astype(out_ref.dtype), mask=row < rows)
+    column = dispatch.spread(column, value.shape, 1)
+    inside = row < rows
+    if out_ref.shape[1] % columns:
+        inside &= column < out_ref.shape[1]
+    pltriton.store(out_ref.at[row, column], value.astype(out_ref.dtype), mask=inside)
 
 
 @dispatch.lowered_once
@@ -107,10 +119,11 @@ def skinny_matmul(
     rows = x.shape[0] * x.shape[1]
     config = default_config(inner, columns, x.dtype) if config is None else config
     tile_rows, splits = row_tile(rows), config.splits
+    tiles = dispatch.ceil_div(columns, config.columns)
     dtype = x.dtype if splits == 1 else jnp.float32
     out = pl.pallas_call(
         functools.partial(_matmul_kernel, tile_rows=tile_rows, config=config),
-        grid=(dispatch.ceil_div(rows, tile_rows), columns // config.columns, splits),
+        grid=(dispatch.ceil_div(rows, tile_rows), tiles, splits),
         in_specs=[
             pl.BlockSpec((rows, inner), lambda i, j, p: (0, 0)),
             pl.BlockSpec((inner // splits, config.columns), lambda i, j, p: (p, j)),

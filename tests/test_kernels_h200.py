@@ -84,9 +84,13 @@ def test_layer_kernels_compile_without_spills(rows):
 
     compiled(skinny_matmul, x(1, rows, 4096), x(4096, 6144))
     compiled(skinny_matmul, x(1, rows, 12288), x(12288, 4096))
+    compiled(skinny_matmul, x(1, rows, 5120), x(5120, 16480))  # the last columns masked
     compiled(gated_matmul, x(1, rows, 4096), x(4096, 24576))
     norm = functools.partial(add_norm, eps=1e-6)
     compiled(norm, x(1, rows, 4096), x(4, 1, rows, 4096, dtype=f32), x(4096))
+    norm = functools.partial(add_norm, eps=1e-6, centred=True)
+    wide = x(1, rows, 5120, dtype=f32)
+    compiled(norm, wide, x(4, 1, rows, 5120, dtype=f32), x(5120))
     heads = functools.partial(rotate_heads, num_kv_heads=8, eps=1e-6)
     table = x(1, rows, 64)
     compiled(heads, x(2, 1, rows, 6144, dtype=f32), x(128), x(128), table, table)

@@ -33,11 +33,13 @@ def assert_near(ours, theirs, dtype):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("shape", [(1, 1), (2, 3), (1, 130)])
-def test_skinny_matmul_is_the_product(shape, dtype, implementation):
-    x, kernel = normal(0, *shape, 96, dtype=dtype), normal(1, 96, 80, dtype=dtype)
+@pytest.mark.parametrize(
+    ("shape", "columns"), [((1, 1), 80), ((2, 3), 80), ((1, 130), 80), ((2, 3), 300), ((2, 3), 8)]
+)
+def test_skinny_matmul_is_the_product(shape, columns, dtype, implementation):
+    x, kernel = normal(0, *shape, 96, dtype=dtype), normal(1, 96, columns, dtype=dtype)
     parts = skinny_matmul(x, kernel, implementation=implementation)
-    assert parts.shape[1:] == (*shape, 80)
+    assert parts.shape[1:] == (*shape, columns)
     assert_near(jnp.sum(parts.astype(jnp.float32), axis=0), wide(x) @ wide(kernel), dtype)
 
 
@@ -83,6 +85,23 @@ def test_add_norm_adds_then_norms(part_count, dtype, implementation):
     assert_near(total, expected, dtype)
     mean_square = np.mean(np.square(expected), axis=-1, keepdims=True)
     assert_near(normed, expected / np.sqrt(mean_square + 1e-2) * wide(scale), dtype)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_a_centred_scale_counts_from_one(dtype, implementation):
+    x, update = normal(0, 2, 3, 48), normal(1, 2, 2, 3, 48)
+    scale = normal(2, 48, dtype=dtype)
+    total, normed = add_norm(
+        x, update, scale, eps=1e-2, centred=True, implementation=implementation
+    )
+    expected = wide(x) + wide(update).sum(axis=0)
+    assert total.dtype == jnp.float32 and normed.dtype == dtype
+    mean_square = np.mean(np.square(expected), axis=-1, keepdims=True)
+    expected = expected / np.sqrt(mean_square + 1e-2) * (1 + wide(scale))
+    assert_near(normed, expected, dtype)
+    if dtype == jnp.bfloat16:  # rounded once, so as near as bfloat16 comes
+        np.testing.assert_allclose(wide(normed), expected, rtol=2**-8)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

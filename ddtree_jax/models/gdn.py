@@ -13,8 +13,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int
 
 from ddtree_jax.config import HybridConfig, TargetConfig
-from ddtree_jax.models.layers import fan_in_normal, project
+from ddtree_jax.models.layers import Implementation, fan_in_normal
+from pallas_kernels import skinny_matmul
 from pallas_kernels.add_norm import unit_rms
+from pallas_kernels.skinny_matmul import sum_parts
 
 
 class GdnRows(NamedTuple):
@@ -92,20 +94,22 @@ class GatedDeltaNet(nnx.Module):
         self.out = nnx.Param(fan_in_normal(rngs.params(), (values, hidden), dtype))
 
     def __call__(
-        self, number: int, x: Float[Array, "B R D"], recur: Recur
-    ) -> Float[Array, "B R D"]:
+        self, number: int, x: Float[Array, "B R D"], recur: Recur, kernels: Implementation
+    ) -> Float[Array, "P B R D"]:
         """number: which of the recurrent layers this is."""
         hybrid = self.config
         heads = hybrid.num_value_heads
         gate_start = hybrid.conv_channels
         ends = [gate_start, gate_start + heads * hybrid.value_dim]
-        mixed, gate, rates = jnp.split(project(x, self.inputs[...]), ends, axis=-1)
+        product = skinny_matmul(x, self.inputs[...], implementation=kernels)
+        mixed, gate, rates = jnp.split(sum_parts(product, x.dtype), ends, axis=-1)
         beta, decay = jnp.split(rates.astype(jnp.float32), 2, axis=-1)
         step = jax.nn.softplus(decay + self.time_bias[...][None, None, :])
         rate = jnp.exp(self.log_rate[...])[None, None, :]
         rows = GdnRows(mixed, self.conv[...], -rate * step, jax.nn.sigmoid(beta))
         answer = self._gated_norm(recur(number, rows), gate.reshape(*x.shape[:2], heads, -1))
-        return project(answer.reshape(*x.shape[:2], -1), self.out[...])
+        answer = answer.reshape(*x.shape[:2], -1)
+        return skinny_matmul(answer, self.out[...], implementation=kernels)
 
     def _gated_norm(
         self, x: Float[Array, "B R Hv Dv"], gate: Float[Array, "B R Hv Dv"]

@@ -9,8 +9,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from ddtree_jax.config import TargetConfig
-from ddtree_jax.models.layers import Attend, Implementation, fan_in_normal, project, rope_tables
+from ddtree_jax.models.layers import Attend, Implementation, fan_in_normal, rope_tables
 from ddtree_jax.models.qwen3_5 import HybridLayer, ZeroCentredNorm
+from pallas_kernels import skinny_matmul
+from pallas_kernels.skinny_matmul import sum_parts
 
 
 class MTP(nnx.Module):
@@ -39,9 +41,13 @@ class MTP(nnx.Module):
         p - 1. embedded: the token at p + 1. positions: p.
         """
         parts = [self.embed_norm(embedded), self.hidden_norm(hidden)]
-        x = project(jnp.concatenate(parts, axis=-1), self.fuse[...])
+        fused = skinny_matmul(
+            jnp.concatenate(parts, axis=-1), self.fuse[...], implementation=kernels
+        )
+        x = sum_parts(fused, jnp.float32)
         rotary_dim = self.config.hybrid.rotary_dim
-        cos, sin = rope_tables(self.config.rope, rotary_dim, positions, x.dtype)
+        cos, sin = rope_tables(self.config.rope, rotary_dim, positions, self.fuse[...].dtype)
         layer = self.layer
-        mixed, key, value = layer.attention(0, layer.mixer_norm(x), cos, sin, attend)
-        return self.norm(layer.finish(x, mixed, kernels)), key, value
+        mixed, key, value = layer.attention(0, layer.mixer_norm(x), cos, sin, attend, kernels)
+        _, rows = layer.finish(x, mixed, self.norm, kernels)
+        return rows, key, value

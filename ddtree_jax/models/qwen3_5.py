@@ -13,26 +13,32 @@ from ddtree_jax.models.layers import (
     Attend,
     Implementation,
     fan_in_normal,
-    project,
     rope_tables,
 )
 from ddtree_jax.models.moe import MoE
 from ddtree_jax.models.qwen3 import Qwen3, TargetRows
-from pallas_kernels.add_norm import unit_rms
+from pallas_kernels import add_norm, skinny_matmul
+from pallas_kernels.add_norm import rms_norm
 from pallas_kernels.rotate_heads import rotate
 from pallas_kernels.skinny_matmul import sum_parts
 
 
 class ZeroCentredNorm(nnx.Module):
-    """x / rms(x) * (1 + weight) over the last axis, all in float32."""
+    """x / rms(x) * (1 + weight) over the last axis, in float32 up to the result in weight's."""
 
     def __init__(self, size: int, eps: float, *, dtype: DTypeLike):
         self.weight = nnx.Param(jnp.zeros((size,), dtype))
         self.eps = eps
 
     def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
-        scale = 1.0 + self.weight[...].astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))
-        return (unit_rms(x, self.eps) * scale).astype(x.dtype)
+        return rms_norm(x, self.weight[...], eps=self.eps, centred=True)
+
+    def after(
+        self, x: Float[Array, "B R D"], update: Float[Array, "P B R D"], kernels: Implementation
+    ) -> tuple[Float[Array, "B R D"], Float[Array, "B R D"]]:
+        """x + update (the sum of its parts), and its norm."""
+        weight = self.weight[...]
+        return add_norm(x, update, weight, eps=self.eps, centred=True, implementation=kernels)
 
 
 class GatedAttention(nnx.Module):
@@ -56,21 +62,32 @@ class GatedAttention(nnx.Module):
         return jnp.concatenate([rotate(first, cos, sin), rest], axis=-1)
 
     def __call__(
-        self, number: int, x: Float[Array, "B R D"], cos: Array, sin: Array, attend: Attend
-    ) -> tuple[Float[Array, "B R D"], Float[Array, "B R K H"], Float[Array, "B R K H"]]:
-        """Output, and the rows to cache. number: which of the attention layers this is."""
-        heads = project(x, self.qkv[...]).reshape(*x.shape[:2], -1, self.head_dim)
+        self,
+        number: int,
+        x: Float[Array, "B R D"],
+        cos: Array,
+        sin: Array,
+        attend: Attend,
+        kernels: Implementation,
+    ) -> tuple[Float[Array, "P B R D"], Float[Array, "B R K H"], Float[Array, "B R K H"]]:
+        """Output in parts, and the rows to cache. number: which of the attention layers."""
+        product = skinny_matmul(x, self.qkv[...], implementation=kernels)
+        heads = sum_parts(product, x.dtype).reshape(*x.shape[:2], -1, self.head_dim)
         queries = 2 * self.num_heads
         ends = [self.num_heads, queries, queries + self.num_kv_heads]
         query, gate, key, value = jnp.split(heads, ends, axis=2)
         query = self._rotate(self.query_norm(query), cos, sin)
         key = self._rotate(self.key_norm(key), cos, sin)
         mixed = attend(number, query, key, value) * jax.nn.sigmoid(gate)
-        return project(mixed.reshape(*x.shape[:2], -1), self.out[...]), key, value
+        mixed = mixed.reshape(*x.shape[:2], -1)
+        return skinny_matmul(mixed, self.out[...], implementation=kernels), key, value
 
 
 class HybridLayer(nnx.Module):
-    """Pre-norm residual layer: `attention` or `gdn`, then an MLP or experts."""
+    """Pre-norm residual layer: `attention` or `gdn`, then an MLP or experts.
+
+    As in `DecoderLayer`, the norm that reads the output is fused with the last addition.
+    """
 
     def __init__(self, config: TargetConfig, *, attends: bool, dtype: DTypeLike, rngs: nnx.Rngs):
         hidden, eps = config.hidden_size, config.rms_norm_eps
@@ -84,11 +101,15 @@ class HybridLayer(nnx.Module):
             self.mlp = MoE(config, dtype=dtype, rngs=rngs)
 
     def finish(
-        self, x: Float[Array, "B R D"], mixed: Float[Array, "B R D"], kernels: Implementation
-    ) -> Float[Array, "B R D"]:
-        """Residual sums around the mixer's output and the MLP."""
-        x = x + mixed
-        return x + sum_parts(self.mlp(self.mlp_norm(x), kernels), x.dtype)
+        self,
+        x: Float[Array, "B R D"],
+        mixed: Float[Array, "P B R D"],
+        next_norm: ZeroCentredNorm,
+        kernels: Implementation,
+    ) -> tuple[Float[Array, "B R D"], Float[Array, "B R D"]]:
+        """Residual sums around the mixer's output and the MLP, and their norm for the reader."""
+        x, normed = self.mlp_norm.after(x, mixed, kernels)
+        return next_norm.after(x, self.mlp(normed, kernels), kernels)
 
 
 class Qwen3_5(Qwen3):
@@ -112,22 +133,22 @@ class Qwen3_5(Qwen3):
         kernels: Implementation = None,
     ) -> TargetRows:
         """As of a plain target; `recur` is the recurrence of the layers that do not attend."""
-        x = self.embed(tokens)
+        x, dtype = self.embed(tokens).astype(jnp.float32), self.embedding[...].dtype
         rotary_dim = self.config.hybrid.rotary_dim
-        cos, sin = rope_tables(self.config.rope, rotary_dim, positions, x.dtype)
+        cos, sin = rope_tables(self.config.rope, rotary_dim, positions, dtype)
         taps, keys, values = {}, [], []
+        norms = [layer.mixer_norm for layer in self.layers] + [self.norm]
+        normed = norms[0](x)
         for index, layer in enumerate(self.layers):
-            rows = layer.mixer_norm(x)
             if layer.attention is None:
-                mixed = layer.gdn(index - len(keys), rows, recur)
+                mixed = layer.gdn(index - len(keys), normed, recur, kernels)
             else:
-                mixed, key, value = layer.attention(len(keys), rows, cos, sin, attend)
+                mixed, key, value = layer.attention(len(keys), normed, cos, sin, attend, kernels)
                 keys.append(key)
                 values.append(value)
-            x = layer.finish(x, mixed, kernels)
+            x, normed = layer.finish(x, mixed, norms[index + 1], kernels)
             if index in tap_layers:
                 taps[index] = x
         features = [taps[index] for index in tap_layers] or [x[..., :0]]
-        return TargetRows(
-            self.norm(x), jnp.concatenate(features, axis=-1), tuple(keys), tuple(values)
-        )
+        features = jnp.concatenate(features, axis=-1).astype(dtype)
+        return TargetRows(normed, features, tuple(keys), tuple(values))
