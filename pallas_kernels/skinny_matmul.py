@@ -20,17 +20,19 @@ def skinny_matmul(
     x: Float[Array, "B R I"],
     kernel: Float[Array, "I O"],
     *,
+    dtype: DTypeLike | None = None,
     implementation: dispatch.Implementation | None = None,
 ) -> Float[Array, "P B R O"]:
     """Parts whose sum over the first axis is x @ kernel.
 
     Args:
       x, kernel: of one dtype, bfloat16 or float32.
+      dtype: of a sole part, x's if None; float32 leaves nothing rounded.
       implementation: None, "xla" or "pallas", see `dispatch.choose`. None takes the kernel for
         at most `MOST_ROWS` rows of bfloat16.
 
     Returns:
-      One part in x's dtype, or several in float32; sums run in float32.
+      One part in `dtype`, or several in float32; sums run in float32.
 
     Raises:
       ValueError: shapes or dtypes do not fit each other.
@@ -39,13 +41,20 @@ def skinny_matmul(
     check_product("kernel", x, kernel)
     unsupported = skinny_matmul_pallas.unsupported(x.dtype, kernel.shape[0])
     if choose("skinny_matmul", x, implementation, unsupported, most_rows=MOST_ROWS) == "xla":
-        return definition(x, kernel)
-    return skinny_matmul_pallas.skinny_matmul(x, kernel, interpret=dispatch.interpret())
+        return definition(x, kernel, dtype=dtype)
+    dtype = None if dtype is None else jnp.dtype(dtype)
+    return skinny_matmul_pallas.skinny_matmul(
+        x, kernel, dtype=dtype, interpret=dispatch.interpret()
+    )
 
 
-def definition(x: Float[Array, "B R I"], kernel: Float[Array, "I O"]) -> Float[Array, "1 B R O"]:
+def definition(
+    x: Float[Array, "B R I"], kernel: Float[Array, "I O"], *, dtype: DTypeLike | None = None
+) -> Float[Array, "1 B R O"]:
     """The meaning of `skinny_matmul` in plain jnp."""
-    return jnp.einsum("bri,io->bro", x, kernel, precision=dispatch.precision_of(x))[None]
+    precision = dispatch.precision_of(x)
+    whole = jnp.einsum("bri,io->bro", x, kernel, precision=precision, preferred_element_type=dtype)
+    return whole[None]
 
 
 def sum_parts(parts: Float[Array, "P B R O"], dtype: DTypeLike) -> Float[Array, "B R O"]:

@@ -112,7 +112,12 @@ def store_rows(out_ref, tile: jax.Array, first_column: jax.Array, value: jax.Arr
 
 @dispatch.lowered_once
 def skinny_matmul(
-    x: jax.Array, kernel: jax.Array, *, interpret: bool, config: Config | None = None
+    x: jax.Array,
+    kernel: jax.Array,
+    *,
+    dtype: jnp.dtype | None = None,
+    interpret: bool,
+    config: Config | None = None,
 ) -> jax.Array:
     """[P, B, R, O] as `skinny_matmul.definition` gives them, in P parts."""
     inner, columns = kernel.shape
@@ -120,7 +125,7 @@ def skinny_matmul(
     config = default_config(inner, columns, x.dtype) if config is None else config
     tile_rows, splits = row_tile(rows), config.splits
     tiles = dispatch.ceil_div(columns, config.columns)
-    dtype = x.dtype if splits == 1 else jnp.float32
+    dtype = (dtype or x.dtype) if splits == 1 else jnp.float32
     out = pl.pallas_call(
         functools.partial(_matmul_kernel, tile_rows=tile_rows, config=config),
         grid=(dispatch.ceil_div(rows, tile_rows), tiles, splits),

@@ -43,6 +43,15 @@ def test_skinny_matmul_is_the_product(shape, columns, dtype, implementation):
     assert_near(jnp.sum(parts.astype(jnp.float32), axis=0), wide(x) @ wide(kernel), dtype)
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_sole_part_may_stay_wide(implementation):
+    x, kernel = (normal(seed, *shape) for seed, shape in ((0, (1, 2, 96)), (1, (96, 16))))
+    x, kernel = x.astype(jnp.bfloat16), kernel.astype(jnp.bfloat16)
+    parts = skinny_matmul(x, kernel, dtype=jnp.float32, implementation=implementation)
+    assert parts.dtype == jnp.float32
+    assert_near(parts[0], wide(x) @ wide(kernel), jnp.float32)
+
+
 def test_skinny_matmul_splits_the_inner_axis():
     x, kernel = normal(0, 1, 5, 512), normal(1, 512, 64)
     config = skinny_matmul_pallas.Config(columns=32, block=64, splits=4)

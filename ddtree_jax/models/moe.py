@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from ddtree_jax.config import TargetConfig
 from ddtree_jax.models.layers import MLP, Implementation, fan_in_normal, project
-from pallas_kernels import dispatch, grouped_matmul
+from pallas_kernels import grouped_matmul, skinny_matmul
 from pallas_kernels.skinny_matmul import sum_parts
 
 
@@ -51,16 +51,11 @@ class MoE(nnx.Module):
             self.shared_gate = nnx.Param(fan_in_normal(rngs.params(), (hidden, 1), dtype))
 
     def choose(
-        self, x: Float[Array, "B R D"]
+        self, x: Float[Array, "B R D"], kernels: Implementation = None
     ) -> tuple[Float[Array, "B R chosen"], Int[Array, "B R chosen"]]:
         """Weights, in x.dtype, and ids of each row's experts; softmax over all in float32."""
-        logits = jnp.einsum(
-            "brd,de->bre",
-            x,
-            self.router[...],
-            precision=dispatch.precision_of(x),
-            preferred_element_type=jnp.float32,
-        )
+        product = skinny_matmul(x, self.router[...], dtype=jnp.float32, implementation=kernels)
+        logits = sum_parts(product, jnp.float32)
         weight, index = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), self.config.chosen_count)
         if self.config.normalise:
             weight = weight / jnp.sum(weight, axis=-1, keepdims=True)
@@ -71,7 +66,7 @@ class MoE(nnx.Module):
     ) -> Float[Array, "1 B R D"]:
         """In one part, as an MLP's answer may come in several."""
         slots, rows, hidden = x.shape
-        weight, index = self.choose(x)
+        weight, index = self.choose(x, kernels)
         place, sizes = places_by_group(index.reshape(-1), self.config.num_experts)
         copies = jnp.repeat(x.reshape(-1, hidden), self.config.chosen_count, axis=0)
         sent = jnp.zeros_like(copies).at[place].set(copies, unique_indices=True)
