@@ -22,9 +22,10 @@ def add_norm(
     """(y, normed): y = x + sum of the update's parts, normed = y / rms(y) * scale.
 
     Args:
-      x, scale: bfloat16 or float32. The sum of parts is rounded to x's dtype before the addition,
-        as the product itself would be; the mean of squares runs in float32.
-      update: parts in x's dtype or float32.
+      x: bfloat16 or float32, and so is y. The sum of parts is rounded to x's dtype before the
+        addition, as the product itself would be.
+      scale: bfloat16 or float32, and so is `normed`; the mean of squares runs in float32.
+      update: parts in bfloat16 or float32.
       eps: added to the mean of squares.
       implementation: None, "xla" or "pallas", see `dispatch.choose`.
 
@@ -60,8 +61,8 @@ def definition(
 
 
 def rms_norm(x: Float[Array, "*batch D"], scale: Array, *, eps: float) -> Float[Array, "*batch D"]:
-    """x / rms(x) * scale over the last axis; the mean of squares in float32."""
-    return unit_rms(x, eps).astype(x.dtype) * scale.reshape((1,) * (x.ndim - 1) + (-1,))
+    """x / rms(x) * scale over the last axis, in scale's dtype; the mean of squares in float32."""
+    return unit_rms(x, eps).astype(scale.dtype) * scale.reshape((1,) * (x.ndim - 1) + (-1,))
 
 
 def unit_rms(x: Float[Array, "*batch D"], eps: float) -> Float32[Array, "*batch D"]:

@@ -45,9 +45,9 @@ def _add_norm_kernel(
     total = total.astype(dtype)
     wide = total.astype(jnp.float32)
     scaling = jax.lax.rsqrt(jnp.sum(wide * wide) / size + eps)
-    normed = (wide * scaling).astype(dtype).astype(jnp.float32) * scale
+    normed = (wide * scaling).astype(normed_ref.dtype).astype(jnp.float32) * scale
     pltriton.store(sum_ref.at[0, lane], total, mask=inside)
-    pltriton.store(normed_ref.at[0, lane], normed.astype(dtype), mask=inside)
+    pltriton.store(normed_ref.at[0, lane], normed.astype(normed_ref.dtype), mask=inside)
 
 
 @dispatch.lowered_once
@@ -67,7 +67,7 @@ def add_norm(
             pl.BlockSpec((size,), lambda i: (0,)),
         ],
         out_specs=[row, row],
-        out_shape=[jax.ShapeDtypeStruct((rows, size), x.dtype)] * 2,
+        out_shape=[jax.ShapeDtypeStruct((rows, size), dtype) for dtype in (x.dtype, scale.dtype)],
         compiler_params=pltriton.CompilerParams(num_warps=8 if size > 2048 else 4, num_stages=1),
         interpret=interpret,
         name="add_norm",
