@@ -84,14 +84,15 @@ def test_gated_matmul_is_swiglu(shape, dtype, implementation):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("part_count", [1, 4])
-def test_add_norm_adds_then_norms(part_count, dtype, implementation):
-    x, scale = normal(0, 2, 3, 48, dtype=dtype), normal(2, 48, dtype=dtype)
+@pytest.mark.parametrize(("part_count", "residual"), [(1, "same"), (4, "same"), (1, "wide")])
+def test_add_norm_adds_then_norms(part_count, residual, dtype, implementation):
+    sums = dtype if residual == "same" else jnp.float32
+    x, scale = normal(0, 2, 3, 48, dtype=sums), normal(2, 48, dtype=dtype)
     update = normal(1, part_count, 2, 3, 48, dtype=dtype if part_count == 1 else jnp.float32)
     total, normed = add_norm(x, update, scale, eps=1e-2, implementation=implementation)
     expected = wide(x) + wide(update).sum(axis=0)
-    assert total.dtype == normed.dtype == dtype
-    assert_near(total, expected, dtype)
+    assert total.dtype == sums and normed.dtype == dtype
+    assert_near(total, expected, sums)
     mean_square = np.mean(np.square(expected), axis=-1, keepdims=True)
     assert_near(normed, expected / np.sqrt(mean_square + 1e-2) * wide(scale), dtype)
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Float32, Int
 
 from ddtree_jax.config import TargetConfig
 from ddtree_jax.models.layers import (
@@ -25,7 +25,8 @@ class TargetRows(NamedTuple):
     """What one pass over R rows gives.
 
     hidden: after the final norm, the head's input. features: outputs of the tapped layers,
-    concatenated in tap order. keys, values: the new cache rows, one entry a layer.
+    concatenated in tap order. keys, values: the new cache rows, one entry a layer. All in the
+    weights' dtype.
     """
 
     hidden: Float[Array, "B R D"]
@@ -65,6 +66,14 @@ class Qwen3(nnx.Module):
     def embed(self, tokens: Int[Array, "B R"]) -> Float[Array, "B R D"]:
         return self.embedding[...][tokens]
 
+    def residual(self, tokens: Int[Array, "B R"]) -> Float32[Array, "B R D"]:
+        """The residual stream before the first layer.
+
+        float32 whatever the weights are: sums rounded to bfloat16 at every layer would make the
+        passes of a tree and of a single row differ more than anything else does.
+        """
+        return self.embed(tokens).astype(jnp.float32)
+
     def logits(self, hidden: Float[Array, "B R D"]) -> Float[Array, "B R V"]:
         """float32 logits of rows after the final norm (the target's or the drafter's)."""
         if self.config.tie_embeddings:
@@ -92,13 +101,14 @@ class Qwen3(nnx.Module):
 
         recur: None; only hybrid targets have a recurrence (`qwen3_5`).
         """
-        x = self.embed(tokens)
-        cos, sin = rope_tables(self.config.rope, self.config.head_dim, positions, x.dtype)
+        x = self.residual(tokens)
+        dtype = self.embedding[...].dtype
+        cos, sin = rope_tables(self.config.rope, self.config.head_dim, positions, dtype)
         rows = run_layers(self.layers, self.norm, x, cos, sin, attend, kernels=kernels)
         features = [rows[index].output for index in tap_layers] or [x[..., :0]]
         return TargetRows(
             rows[-1].normed,
-            jnp.concatenate(features, axis=-1),
+            jnp.concatenate(features, axis=-1).astype(dtype),
             tuple(layer.key for layer in rows),
             tuple(layer.value for layer in rows),
         )

@@ -133,7 +133,7 @@ class Qwen3_5(Qwen3):
         kernels: Implementation = None,
     ) -> TargetRows:
         """As of a plain target; `recur` is the recurrence of the layers that do not attend."""
-        x, dtype = self.embed(tokens).astype(jnp.float32), self.embedding[...].dtype
+        x, dtype = self.residual(tokens), self.embedding[...].dtype
         rotary_dim = self.config.hybrid.rotary_dim
         cos, sin = rope_tables(self.config.rope, rotary_dim, positions, dtype)
         taps, keys, values = {}, [], []
