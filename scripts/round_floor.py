@@ -39,8 +39,8 @@ def count_experts(pair: Pair, plan: RoundPlan, state: DecodeState) -> float:
     chosen: list[jax.Array] = []
     choose, count = MoE.choose, pair.target.moe.num_experts
 
-    def recorded(self: MoE, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        weight, index = choose(self, x)
+    def recorded(self: MoE, *args, **options) -> tuple[jax.Array, jax.Array]:
+        weight, index = choose(self, *args, **options)
         chosen.append(index.reshape(-1))
         return weight, index
 
