@@ -69,8 +69,8 @@ class Qwen3(nnx.Module):
     def residual(self, tokens: Int[Array, "B R"]) -> Float32[Array, "B R D"]:
         """The residual stream before the first layer.
 
-        float32 whatever the weights are: sums rounded to bfloat16 at every layer would make the
-        passes of a tree and of a single row differ more than anything else does.
+        float32 whatever the weights are: rounded to bfloat16 after every layer, it lets the passes
+        of a tree and of one row part at wider gaps (scripts/results/kernel_log.md).
         """
         return self.embed(tokens).astype(jnp.float32)
 
