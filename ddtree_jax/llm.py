@@ -98,9 +98,7 @@ class LLM:
         require_integer("seed", seed, 0)
         require_one_of("kernels", kernels, Kernels)
         if target is None:
-            assets = files("ddtree_jax") / "assets"
-            target = str(assets / "target")
-            draft = str(assets / "draft") if draft is None else draft
+            target, draft = _embedded_pair(draft)
         width = _width(dtype)
         self._seed, self._request_count, self._traced = seed, 0, trace
         self._inbox: dict[int, deque[RequestProgress]] = {}
@@ -286,6 +284,12 @@ class LLM:
         if entry.params.seed is not None:
             return entry.params.seed
         return (self._seed + self._request_count - 1) % 2**32
+
+
+def _embedded_pair(draft: str | None) -> tuple[str, str]:
+    """Folders of the embedded target and of its drafter, or of the named one."""
+    assets = files("ddtree_jax") / "assets"
+    return str(assets / "target"), str(assets / "draft") if draft is None else draft
 
 
 def _width(dtype: Dtype) -> jnp.dtype:

@@ -109,6 +109,7 @@ def attention_kernel(
     scale: float,
     interpret: bool,
 ):
+    """One part of the keys for one tile of nodes: a warpgroup brings them, the others attend."""
     merged = config.parts == 1
     out_refs, refs = (refs[:1], refs[1:]) if merged else (refs[:3], refs[3:])
     query_smem, key_smem, value_smem, sums_smem, *barriers = refs

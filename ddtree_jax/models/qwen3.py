@@ -1,5 +1,6 @@
 """Qwen3 target, dense or MoE: embedding, decoder layers, final norm, head, feature taps."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -74,6 +75,13 @@ class Qwen3(nnx.Module):
         """
         return self.embed(tokens).astype(jnp.float32)
 
+    def features(
+        self, outputs: Sequence[Float[Array, "B R D"]], tap_layers: tuple[int, ...]
+    ) -> Float[Array, "B R CD"]:
+        """Of each layer's output, what `TargetRows.features` holds."""
+        tapped = [outputs[index] for index in tap_layers] or [outputs[-1][..., :0]]
+        return jnp.concatenate(tapped, axis=-1).astype(self.embedding[...].dtype)
+
     def logits(self, hidden: Float[Array, "B R D"]) -> Float[Array, "B R V"]:
         """float32 logits of rows after the final norm (the target's or the drafter's)."""
         if self.config.tie_embeddings:
@@ -105,10 +113,9 @@ class Qwen3(nnx.Module):
         dtype = self.embedding[...].dtype
         cos, sin = rope_tables(self.config.rope, self.config.head_dim, positions, dtype)
         rows = run_layers(self.layers, self.norm, x, cos, sin, attend, kernels=kernels)
-        features = [rows[index].output for index in tap_layers] or [x[..., :0]]
         return TargetRows(
             rows[-1].normed,
-            jnp.concatenate(features, axis=-1).astype(dtype),
+            self.features([layer.output for layer in rows], tap_layers),
             tuple(layer.key for layer in rows),
             tuple(layer.value for layer in rows),
         )

@@ -136,7 +136,7 @@ class Qwen3_5(Qwen3):
         x, dtype = self.residual(tokens), self.embedding[...].dtype
         rotary_dim = self.config.hybrid.rotary_dim
         cos, sin = rope_tables(self.config.rope, rotary_dim, positions, dtype)
-        taps, keys, values = {}, [], []
+        outputs, keys, values = [], [], []
         norms = [layer.mixer_norm for layer in self.layers] + [self.norm]
         normed = norms[0](x)
         for index, layer in enumerate(self.layers):
@@ -147,8 +147,6 @@ class Qwen3_5(Qwen3):
                 keys.append(key)
                 values.append(value)
             x, normed = layer.finish(x, mixed, norms[index + 1], kernels)
-            if index in tap_layers:
-                taps[index] = x
-        features = [taps[index] for index in tap_layers] or [x[..., :0]]
-        features = jnp.concatenate(features, axis=-1).astype(dtype)
+            outputs.append(x)
+        features = self.features(outputs, tap_layers)
         return TargetRows(normed, features, tuple(keys), tuple(values))
