@@ -19,11 +19,8 @@ from pallas_kernels.dispatch import spread
 from pallas_kernels.gdn_pairs_pallas import (
     exact_dot,
     gdn_pairs,
-    load_block,
     load_numbers,
     load_rows,
-    load_seen,
-    pairs,
     split_dot,
     terms_for,
 )
@@ -57,64 +54,58 @@ def unsupported(dtype: jnp.dtype, key_dim: int, value_dim: int) -> str | None:
     return None
 
 
-def _output_precision(dtype: jnp.dtype) -> jax.lax.Precision | None:
-    """What only the output needs may be rounded to TF32 where the output is bfloat16."""
-    return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
-
-
 def _tree_kernel(
     query_ref,  # [T, Dk], strided
     key_ref,  # [T, Dk], strided
     value_ref,  # [T, tile], strided
     beta_ref,  # float32 [T], strided
     state_ref,  # float32 [Dk, tile]
-    visible_ref,  # bool [T, T]
-    inverse_ref,  # float32 [blocks, size, size]
-    weight_ref,  # float32 [blocks, size, size]
-    coarse_ref,  # float32 [blocks * size]: sums of log-decays over paths
-    fine_ref,  # float32 [blocks * size]
+    matrix_ref,  # float32 [blocks, blocks, size, size], as the next three in `Pairs`
+    weight_ref,  # float32 [blocks, blocks, size, size]
+    known_ref,  # float32 [blocks, size]
+    scale_ref,  # float32 [blocks, size]
     out_ref,  # [T, tile], out
     update_ref,  # float32 [T, tile], out
     *,
     interpret: bool,
 ):
     nodes, tile = value_ref.shape
-    blocks, size, _ = inverse_ref.shape
+    blocks, _, size, _ = matrix_ref.shape
     shape, dtype = (size, tile), key_ref.dtype
-    state = terms_for(state_ref[...], dtype)
-    for_output = _output_precision(out_ref.dtype)
+    whole = state_ref[...]
+    # What only the output needs may be rounded where the output is rounded to bfloat16: to TF32,
+    # or to two terms of bfloat16.
+    full = out_ref.dtype == jnp.float32
+    for_output = jax.lax.Precision.HIGHEST if full else None
 
     def row_block(block, carry):
         start = block * size
         row = start + jax.lax.iota(jnp.int32, size)
+        # All loads come first: behind a product their latency would show.
+        keys, queries, values = (
+            load_rows(ref, start, size, nodes) for ref in (key_ref, query_ref, value_ref)
+        )
+        if blocks == 1:
+            inverse, weight = matrix_ref[0, 0], weight_ref[0, 0]
+        known_scale, query_scale = known_ref[block], scale_ref[block]
         beta = load_numbers(beta_ref, start, size)
-        coarse, fine = coarse_ref[pl.ds(start, size)], fine_ref[pl.ds(start, size)]
-        rows = load_block(key_ref, query_ref, beta, start, coarse, fine)
-        values = load_rows(value_ref, start, size, nodes).astype(jnp.float32)
-        from_prefix = jnp.exp(coarse + fine)
-        known = exact_dot(rows.keys, state) * spread(rows.key_scale * from_prefix, shape, 0)
-        wanted = spread(beta, shape, 0) * values - known
-        acc = exact_dot(rows.queries, state) * spread(rows.query_scale * from_prefix, shape, 0)
+        state = terms_for(whole, dtype)
+        known = exact_dot(keys, state) * spread(known_scale, shape, 0)
+        wanted = spread(beta, shape, 0) * values.astype(jnp.float32) - known
+        acc = exact_dot(queries, state[: 1 if full else 2]) * spread(query_scale, shape, 0)
 
         def earlier(step, sums):
             wanted, acc = sums
-            first = step * size
-            seen = load_seen(visible_ref, row, first, size)
-            lower, weight = pairs(
-                rows,
-                load_rows(key_ref, first, size, nodes),
-                coarse_ref[pl.ds(first, size)],
-                fine_ref[pl.ds(first, size)],
-                seen,
-            )
-            update = load_rows(update_ref, first, size, nodes)
+            lower, weight = matrix_ref[block, step], weight_ref[block, step]
+            update = load_rows(update_ref, step * size, size, nodes)
             wanted = wanted - split_dot(terms_for(lower, dtype), terms_for(update, dtype))
             return wanted, acc + pltriton.dot(weight, update, precision=for_output)
 
-        wanted, acc = jax.lax.fori_loop(jnp.int32(0), block, earlier, (wanted, acc))
-        inverse = terms_for(inverse_ref[block], dtype)
-        update = split_dot(inverse, terms_for(wanted, dtype))
-        acc = acc + pltriton.dot(weight_ref[block], update, precision=for_output)
+        if blocks > 1:
+            wanted, acc = jax.lax.fori_loop(jnp.int32(0), block, earlier, (wanted, acc))
+            inverse, weight = matrix_ref[block, block], weight_ref[block, block]
+        update = split_dot(terms_for(inverse, dtype), terms_for(wanted, dtype))
+        acc = acc + pltriton.dot(weight, update, precision=for_output)
         index = (spread(row, shape, 0), spread(jax.lax.iota(jnp.int32, tile), shape, 1))
         pltriton.store(update_ref.at[index], update, mask=index[0] < nodes)
         pltriton.store(out_ref.at[index], acc.astype(out_ref.dtype), mask=index[0] < nodes)
@@ -184,12 +175,14 @@ def gdn_tree(
     )
     slots, _, key_heads, key_dim = key.shape
     group, tile = value.shape[2] // key_heads, config.value_tile
-    blocks = found.weight.shape[2]
-    padded = blocks * config.block_rows
     key_rows = pl.BlockSpec((None, nodes, None, key_dim), lambda i, h, b: (b, 0, h // group, 0))
     value_rows = pl.BlockSpec((None, nodes, None, tile), lambda i, h, b: (b, 0, h, i))
-    square = pl.BlockSpec((None, None, *found.weight.shape[2:]), lambda i, h, b: (b, h, 0, 0, 0))
-    sums = pl.BlockSpec((None, None, padded), lambda i, h, b: (b, h, 0))
+
+    def of_head(x: jax.Array) -> pl.BlockSpec:
+        return pl.BlockSpec(
+            (None, None, *x.shape[2:]), lambda i, h, b: (b, h) + (0,) * (x.ndim - 2)
+        )
+
     out, update = pl.pallas_call(
         functools.partial(_tree_kernel, interpret=interpret),
         grid=(value_dim // tile, value.shape[2], slots),
@@ -199,11 +192,7 @@ def gdn_tree(
             value_rows,
             pl.BlockSpec((None, nodes, None), lambda i, h, b: (b, 0, h)),
             pl.BlockSpec((None, None, key_dim, tile), lambda i, h, b: (b, h, 0, i)),
-            pl.BlockSpec((None, nodes, nodes), lambda i, h, b: (b, 0, 0)),
-            square,
-            square,
-            sums,
-            sums,
+            *(of_head(x) for x in found),
         ],
         out_specs=[value_rows, value_rows],
         out_shape=[
@@ -213,17 +202,7 @@ def gdn_tree(
         compiler_params=pltriton.CompilerParams(num_warps=config.num_warps, num_stages=1),
         interpret=interpret,
         name="gdn_tree",
-    )(
-        query,
-        key,
-        value,
-        beta,
-        state,
-        visible,
-        found.inverse,
-        found.weight,
-        *(x.reshape(*x.shape[:2], padded) for x in (found.coarse, found.fine)),
-    )
+    )(query, key, value, beta, state, *found)
     return out, update
 
 
