@@ -17,6 +17,7 @@ from jax.experimental.pallas import triton as pltriton
 from pallas_kernels import dispatch, gdn_wy
 from pallas_kernels.dispatch import spread
 from pallas_kernels.gdn_pairs_pallas import (
+    LEAF,
     exact_dot,
     gdn_pairs,
     load_numbers,
@@ -30,7 +31,7 @@ from pallas_kernels.gdn_pairs_pallas import (
 class Config:
     """How the kernels are cut up. Sizes are powers of two."""
 
-    block_rows: int = 64  # nodes that are solved together, at least 16 for the tensor cores
+    block_rows: int = 64  # nodes that are solved together: 16, 32 or 64
     value_tile: int = 32  # value dims of a program
     num_warps: int = 4
     pair_warps: int = 4  # of the kernel that goes before
@@ -40,8 +41,11 @@ class Config:
             size = getattr(self, field.name)
             if size < 1 or size & (size - 1):
                 raise ValueError(f"`{field.name}` must be a power of two, got {size}")
-        if min(self.block_rows, self.value_tile) < 16:
-            raise ValueError("`block_rows` and `value_tile` must be at least 16")
+        if min(self.block_rows, self.value_tile) < 16 or self.block_rows > 2 * LEAF:
+            raise ValueError(
+                f"`block_rows` must be 16 to {2 * LEAF} and `value_tile` at least 16, "
+                f"got {self.block_rows} and {self.value_tile}"
+            )
 
 
 def unsupported(dtype: jnp.dtype, key_dim: int, value_dim: int) -> str | None:
@@ -60,19 +64,19 @@ def _tree_kernel(
     value_ref,  # [T, tile], strided
     beta_ref,  # float32 [T], strided
     state_ref,  # float32 [Dk, tile]
-    matrix_ref,  # float32 [blocks, blocks, size, size], as the next three in `Pairs`
-    weight_ref,  # float32 [blocks, blocks, size, size]
-    known_ref,  # float32 [blocks, size]
-    scale_ref,  # float32 [blocks, size]
+    matrix_ref,  # float32 [T', T'], as the next three in `Pairs`
+    weight_ref,  # float32 [T', T']
+    known_ref,  # float32 [T']
+    scale_ref,  # float32 [T']
     out_ref,  # [T, tile], out
     update_ref,  # float32 [T, tile], out
     *,
+    size: int,
     interpret: bool,
 ):
     nodes, tile = value_ref.shape
-    blocks, _, size, _ = matrix_ref.shape
+    blocks = matrix_ref.shape[0] // size
     shape, dtype = (size, tile), key_ref.dtype
-    whole = state_ref[...]
     # What only the output needs may be rounded where the output is rounded to bfloat16: to TF32,
     # or to two terms of bfloat16.
     full = out_ref.dtype == jnp.float32
@@ -80,32 +84,35 @@ def _tree_kernel(
 
     def row_block(block, carry):
         start = block * size
-        row = start + jax.lax.iota(jnp.int32, size)
+        own = pl.ds(start, size)
         # All loads come first: behind a product their latency would show.
         keys, queries, values = (
             load_rows(ref, start, size, nodes) for ref in (key_ref, query_ref, value_ref)
         )
         if blocks == 1:
-            inverse, weight = matrix_ref[0, 0], weight_ref[0, 0]
-        known_scale, query_scale = known_ref[block], scale_ref[block]
+            matrix, weight = matrix_ref[...], weight_ref[...]
+        known_scale, query_scale = known_ref[own], scale_ref[own]
         beta = load_numbers(beta_ref, start, size)
-        state = terms_for(whole, dtype)
+        state = terms_for(state_ref[...], dtype)
         known = exact_dot(keys, state) * spread(known_scale, shape, 0)
         wanted = spread(beta, shape, 0) * values.astype(jnp.float32) - known
         acc = exact_dot(queries, state[: 1 if full else 2]) * spread(query_scale, shape, 0)
 
         def earlier(step, sums):
             wanted, acc = sums
-            lower, weight = matrix_ref[block, step], weight_ref[block, step]
+            columns = pl.ds(step * size, size)
+            lower, weight = matrix_ref[own, columns], weight_ref[own, columns]
             update = load_rows(update_ref, step * size, size, nodes)
             wanted = wanted - split_dot(terms_for(lower, dtype), terms_for(update, dtype))
             return wanted, acc + pltriton.dot(weight, update, precision=for_output)
 
         if blocks > 1:
             wanted, acc = jax.lax.fori_loop(jnp.int32(0), block, earlier, (wanted, acc))
-            inverse, weight = matrix_ref[block, block], weight_ref[block, block]
-        update = split_dot(terms_for(inverse, dtype), terms_for(wanted, dtype))
+            matrix, weight = matrix_ref[own, own], weight_ref[own, own]
+        update = _solve(matrix, wanted, dtype)
+        weight = jnp.where(_leaf_order(size) >= 0, weight, 0.0)
         acc = acc + pltriton.dot(weight, update, precision=for_output)
+        row = start + jax.lax.iota(jnp.int32, size)
         index = (spread(row, shape, 0), spread(jax.lax.iota(jnp.int32, tile), shape, 1))
         pltriton.store(update_ref.at[index], update, mask=index[0] < nodes)
         pltriton.store(out_ref.at[index], acc.astype(out_ref.dtype), mask=index[0] < nodes)
@@ -114,6 +121,29 @@ def _tree_kernel(
         return carry
 
     jax.lax.fori_loop(0, blocks, row_block, jnp.int32(0))
+
+
+def _leaf_order(size: int) -> jax.Array:
+    """By how many leaves a node's comes after another's, for nodes of a block."""
+    leaf = [jax.lax.broadcasted_iota(jnp.int32, (size, size), axis) // LEAF for axis in (0, 1)]
+    return leaf[0] - leaf[1]
+
+
+def _solve(matrix: jax.Array, wanted: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Updates of a block of one or two leaves from `Pairs.matrix` and the right-hand side.
+
+    Each leaf is solved on its own; what the first one's updates change in the second's is then
+    taken off. Leaves above the diagonal may hold anything.
+    """
+    size = matrix.shape[0]
+    if size <= LEAF:
+        return split_dot(terms_for(matrix, dtype), terms_for(wanted, dtype))
+    order = _leaf_order(size)
+    inverse = terms_for(jnp.where(order == 0, matrix, 0.0), dtype)
+    lower = terms_for(jnp.where(order > 0, matrix, 0.0), dtype)
+    update = split_dot(inverse, terms_for(wanted, dtype))
+    changed = split_dot(lower, terms_for(update, dtype))
+    return update - split_dot(inverse, terms_for(changed, dtype))
 
 
 def _step_kernel(
@@ -163,13 +193,14 @@ def gdn_tree(
     config = default_config(nodes, value_dim) if config is None else config
     if nodes == 1:
         return _step(query, key, value, log_decay, beta, state, config, interpret)
+    padded = dispatch.ceil_div(nodes, config.block_rows) * config.block_rows
     found = gdn_pairs(
         query,
         key,
         log_decay,
         beta,
         visible,
-        size=config.block_rows,
+        padded=padded,
         num_warps=config.pair_warps,
         interpret=interpret,
     )
@@ -184,7 +215,7 @@ def gdn_tree(
         )
 
     out, update = pl.pallas_call(
-        functools.partial(_tree_kernel, interpret=interpret),
+        functools.partial(_tree_kernel, size=config.block_rows, interpret=interpret),
         grid=(value_dim // tile, value.shape[2], slots),
         in_specs=[
             key_rows,
