@@ -64,7 +64,8 @@ def _tree_kernel(
     value_ref,  # [T, tile], strided
     beta_ref,  # float32 [T], strided
     state_ref,  # float32 [Dk, tile]
-    matrix_ref,  # float32 [T', T'], as the next three in `Pairs`
+    inverse_ref,  # [P, T', T'], as the next four in `Pairs`
+    lower_ref,  # [P, T', T']
     weight_ref,  # float32 [T', T']
     known_ref,  # float32 [T']
     scale_ref,  # float32 [T']
@@ -75,7 +76,8 @@ def _tree_kernel(
     interpret: bool,
 ):
     nodes, tile = value_ref.shape
-    blocks = matrix_ref.shape[0] // size
+    terms, padded, _ = inverse_ref.shape
+    blocks = padded // size
     shape, dtype = (size, tile), key_ref.dtype
     # What only the output needs may be rounded where the output is rounded to bfloat16: to TF32,
     # or to two terms of bfloat16.
@@ -85,12 +87,13 @@ def _tree_kernel(
     def row_block(block, carry):
         start = block * size
         own = pl.ds(start, size)
-        # All loads come first: behind a product their latency would show.
+
+        def parts_of(ref, columns):
+            return tuple(ref[term, own, columns] for term in range(terms))
+
         keys, queries, values = (
             load_rows(ref, start, size, nodes) for ref in (key_ref, query_ref, value_ref)
         )
-        if blocks == 1:
-            matrix, weight = matrix_ref[...], weight_ref[...]
         known_scale, query_scale = known_ref[own], scale_ref[own]
         beta = load_numbers(beta_ref, start, size)
         state = terms_for(state_ref[...], dtype)
@@ -101,17 +104,21 @@ def _tree_kernel(
         def earlier(step, sums):
             wanted, acc = sums
             columns = pl.ds(step * size, size)
-            lower, weight = matrix_ref[own, columns], weight_ref[own, columns]
             update = load_rows(update_ref, step * size, size, nodes)
-            wanted = wanted - split_dot(terms_for(lower, dtype), terms_for(update, dtype))
+            lower, weight = parts_of(lower_ref, columns), weight_ref[own, columns]
+            wanted = wanted - split_dot(lower, terms_for(update, dtype))
             return wanted, acc + pltriton.dot(weight, update, precision=for_output)
 
         if blocks > 1:
             wanted, acc = jax.lax.fori_loop(jnp.int32(0), block, earlier, (wanted, acc))
-            matrix, weight = matrix_ref[own, own], weight_ref[own, own]
-        update = _solve(matrix, wanted, dtype)
-        weight = jnp.where(_leaf_order(size) >= 0, weight, 0.0)
-        acc = acc + pltriton.dot(weight, update, precision=for_output)
+        inverse = parts_of(inverse_ref, own)
+        update = split_dot(inverse, terms_for(wanted, dtype))
+        if size > LEAF:
+            # Each leaf is solved on its own; what the first's updates change in the second's
+            # comes off.
+            changed = split_dot(parts_of(lower_ref, own), terms_for(update, dtype))
+            update = update - split_dot(inverse, terms_for(changed, dtype))
+        acc = acc + pltriton.dot(weight_ref[own, own], update, precision=for_output)
         row = start + jax.lax.iota(jnp.int32, size)
         index = (spread(row, shape, 0), spread(jax.lax.iota(jnp.int32, tile), shape, 1))
         pltriton.store(update_ref.at[index], update, mask=index[0] < nodes)
@@ -121,29 +128,6 @@ def _tree_kernel(
         return carry
 
     jax.lax.fori_loop(0, blocks, row_block, jnp.int32(0))
-
-
-def _leaf_order(size: int) -> jax.Array:
-    """By how many leaves a node's comes after another's, for nodes of a block."""
-    leaf = [jax.lax.broadcasted_iota(jnp.int32, (size, size), axis) // LEAF for axis in (0, 1)]
-    return leaf[0] - leaf[1]
-
-
-def _solve(matrix: jax.Array, wanted: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Updates of a block of one or two leaves from `Pairs.matrix` and the right-hand side.
-
-    Each leaf is solved on its own; what the first one's updates change in the second's is then
-    taken off. Leaves above the diagonal may hold anything.
-    """
-    size = matrix.shape[0]
-    if size <= LEAF:
-        return split_dot(terms_for(matrix, dtype), terms_for(wanted, dtype))
-    order = _leaf_order(size)
-    inverse = terms_for(jnp.where(order == 0, matrix, 0.0), dtype)
-    lower = terms_for(jnp.where(order > 0, matrix, 0.0), dtype)
-    update = split_dot(inverse, terms_for(wanted, dtype))
-    changed = split_dot(lower, terms_for(update, dtype))
-    return update - split_dot(inverse, terms_for(changed, dtype))
 
 
 def _step_kernel(
