@@ -65,16 +65,18 @@ def inverse_norm(rows: jax.Array) -> jax.Array:
     return jax.lax.rsqrt(jnp.sum(wide * wide, axis=1) + gdn_wy.EPS)
 
 
-def load_rows(ref, start: jax.Array | int, count: int, bound: jax.Array | int) -> jax.Array:
+def load_rows(ref, start: jax.Array | int, count: int, bound: int) -> jax.Array:
     """`count` rows from `start` on, 0 from `bound` on."""
-    mask = spread(start + jax.lax.iota(jnp.int32, count) < bound, (count, ref.shape[1]), 0)
-    return pltriton.load(ref.at[pl.ds(start, count), :], mask=mask, other=0.0)
+    shape = (count, ref.shape[1])
+    row = start + jax.lax.broadcasted_iota(jnp.int32, shape, 0)
+    column = jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+    return pltriton.load(ref.at[row, column], mask=row < bound, other=0.0)
 
 
 def load_numbers(ref, start: jax.Array | int, count: int) -> jax.Array:
     """`count` numbers from `start` on, 0 past the end."""
-    mask = start + jax.lax.iota(jnp.int32, count) < ref.shape[0]
-    return pltriton.load(ref.at[pl.ds(start, count)], mask=mask, other=0.0)
+    place = start + jax.lax.iota(jnp.int32, count)
+    return pltriton.load(ref.at[place], mask=place < ref.shape[0], other=0.0)
 
 
 def _load_seen(visible_ref, row: jax.Array, start: jax.Array | int, count: int) -> jax.Array:

@@ -8,6 +8,8 @@ back from its own output.
 
 import dataclasses
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +28,8 @@ from pallas_kernels.gdn_pairs_pallas import (
     terms_for,
 )
 
+_UNROLLED = 4  # blocks
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
@@ -34,6 +38,7 @@ class Config:
     block_rows: int = 64  # nodes that are solved together: 16, 32 or 64
     value_tile: int = 32  # value dims of a program
     num_warps: int = 4
+    num_stages: int = 1
     pair_warps: int = 4  # of the kernel that goes before
 
     def __post_init__(self) -> None:
@@ -84,7 +89,7 @@ def _tree_kernel(
     full = out_ref.dtype == jnp.float32
     for_output = jax.lax.Precision.HIGHEST if full else None
 
-    def row_block(block, carry):
+    def row_block(block: int | jax.Array, carry: jax.Array) -> jax.Array:
         start = block * size
         own = pl.ds(start, size)
 
@@ -105,12 +110,11 @@ def _tree_kernel(
             wanted, acc = sums
             columns = pl.ds(step * size, size)
             update = load_rows(update_ref, step * size, size, nodes)
-            lower, weight = parts_of(lower_ref, columns), weight_ref[own, columns]
-            wanted = wanted - split_dot(lower, terms_for(update, dtype))
-            return wanted, acc + pltriton.dot(weight, update, precision=for_output)
+            changed = split_dot(parts_of(lower_ref, columns), terms_for(update, dtype))
+            seen = pltriton.dot(weight_ref[own, columns], update, precision=for_output)
+            return wanted - changed, acc + seen
 
-        if blocks > 1:
-            wanted, acc = jax.lax.fori_loop(jnp.int32(0), block, earlier, (wanted, acc))
+        wanted, acc = _each(block, earlier, (wanted, acc))
         inverse = parts_of(inverse_ref, own)
         update = split_dot(inverse, terms_for(wanted, dtype))
         if size > LEAF:
@@ -127,7 +131,16 @@ def _tree_kernel(
             pltriton.debug_barrier()  # later blocks read these updates
         return carry
 
-    jax.lax.fori_loop(0, blocks, row_block, jnp.int32(0))
+    _each(blocks if blocks <= _UNROLLED else jnp.int32(blocks), row_block, jnp.int32(0))
+
+
+def _each(count: int | jax.Array, body: Callable[[Any, Any], Any], carry: Any) -> Any:
+    """A loop, written out if `count` is static: what a loop carries and hoists fills registers."""
+    if not isinstance(count, int):
+        return jax.lax.fori_loop(jnp.int32(0), count, body, carry)
+    for number in range(count):
+        carry = body(number, carry)
+    return carry
 
 
 def _step_kernel(
@@ -214,7 +227,9 @@ def gdn_tree(
             jax.ShapeDtypeStruct(value.shape, value.dtype),
             jax.ShapeDtypeStruct(value.shape, jnp.float32),
         ],
-        compiler_params=pltriton.CompilerParams(num_warps=config.num_warps, num_stages=1),
+        compiler_params=pltriton.CompilerParams(
+            num_warps=config.num_warps, num_stages=config.num_stages
+        ),
         interpret=interpret,
         name="gdn_tree",
     )(query, key, value, beta, state, *found)
