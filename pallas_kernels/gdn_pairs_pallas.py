@@ -65,18 +65,16 @@ def inverse_norm(rows: jax.Array) -> jax.Array:
     return jax.lax.rsqrt(jnp.sum(wide * wide, axis=1) + gdn_wy.EPS)
 
 
-def load_rows(ref, start: jax.Array | int, count: int, bound: int) -> jax.Array:
+def load_rows(ref, start: jax.Array | int, count: int, bound: jax.Array | int) -> jax.Array:
     """`count` rows from `start` on, 0 from `bound` on."""
-    shape = (count, ref.shape[1])
-    row = start + jax.lax.broadcasted_iota(jnp.int32, shape, 0)
-    column = jax.lax.broadcasted_iota(jnp.int32, shape, 1)
-    return pltriton.load(ref.at[row, column], mask=row < bound, other=0.0)
+    mask = spread(start + jax.lax.iota(jnp.int32, count) < bound, (count, ref.shape[1]), 0)
+    return pltriton.load(ref.at[pl.ds(start, count), :], mask=mask, other=0.0)
 
 
 def load_numbers(ref, start: jax.Array | int, count: int) -> jax.Array:
     """`count` numbers from `start` on, 0 past the end."""
-    place = start + jax.lax.iota(jnp.int32, count)
-    return pltriton.load(ref.at[place], mask=place < ref.shape[0], other=0.0)
+    mask = start + jax.lax.iota(jnp.int32, count) < ref.shape[0]
+    return pltriton.load(ref.at[pl.ds(start, count)], mask=mask, other=0.0)
 
 
 def _load_seen(visible_ref, row: jax.Array, start: jax.Array | int, count: int) -> jax.Array:
@@ -141,12 +139,12 @@ def _lower(refs: _Inputs, start: jax.Array | int, first: jax.Array | int, size: 
     return product * _decays(refs, _path_sums(refs, start, size), start, first)
 
 
-def _invert(ref, lower: jax.Array, barrier: Callable[[], None]) -> jax.Array:
-    """Inverse of I + lower, transposed; ref is float32 scratch of its shape.
+def _invert(ref, lower: jax.Array, barrier: Callable[[], None]) -> None:
+    """Leaves the inverse of I + lower in ref.
 
     Forward substitution: row i of the inverse is e_i minus row i of L times the rows above. Some
-    rows go together, for their sums over the rows before them do not wait for each other. Being
-    transposed, the sums run along lines of the result.
+    rows go together, for their sums over the rows before them do not wait for each other.
+    `inverse` is kept transposed, so that these sums run along its lines.
     """
     size = lower.shape[0]
     shape = (size, size)
@@ -166,41 +164,26 @@ def _invert(ref, lower: jax.Array, barrier: Callable[[], None]) -> jax.Array:
                 found[place] -= ref[first + place, first + before] * found[before]
             rows = spread(found[place], shape, 0)
             inverse = jnp.where(entry == first + place, rows, inverse)
-    return inverse
-
-
-def _store_terms(ref, x: jax.Array, *, transposed: bool = False) -> None:
-    """Writes float32 x [size, size] to ref [terms, size, size] as a sum of its dtype."""
-    line, entry = (jax.lax.broadcasted_iota(jnp.int32, x.shape, axis) for axis in (0, 1))
-    index = (entry, line) if transposed else (line, entry)
-    for number, term in enumerate(terms_for(x, ref.dtype)):
-        pltriton.store(ref.at[jnp.full(x.shape, number, jnp.int32), *index], term)
+    barrier()  # all have read L before its inverse takes its place
+    pltriton.store(ref.at[entry, column], inverse)
 
 
 def _pairs_kernel(
-    *refs,  # those of `_Inputs`, then outputs: those of `Pairs` for two leaves, and
-    # float32 [size, size]: scratch
+    *refs,  # those of `_Inputs`, then outputs:
+    # float32 [size, size] of `Pairs.matrix` and of `Pairs.weight`, float32 [size] of its scales
     blocks: int,
     interpret: bool,
 ):
-    inputs = _Inputs(*refs[:5])
-    inverse_ref, lower_ref, weight_ref, known_ref, scale_ref, scratch_ref = refs[5:]
-    size, (nodes, key_dim) = weight_ref.shape[0], inputs.key.shape
+    inputs, (matrix_ref, weight_ref, known_ref, scale_ref) = _Inputs(*refs[:5]), refs[5:]
+    size, (nodes, key_dim) = matrix_ref.shape[0], inputs.key.shape
     of_queries, pair = pl.program_id(0) % 2 == 1, pl.program_id(0) // 2
     row_block, column_block = (pair // blocks, pair % blocks) if blocks > 1 else (0, 0)
     start, first = row_block * size, column_block * size
-    nothing = jnp.zeros((size, size), jnp.float32)
-
-    def lower():
-        _store_terms(inverse_ref, nothing)
-        _store_terms(lower_ref, _lower(inputs, start, first, size))
 
     def invert():
         row, column = (jax.lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
         lower = jnp.where(row > column, _lower(inputs, start, first, size), 0.0)
-        barrier = (lambda: None) if interpret else pltriton.debug_barrier
-        _store_terms(inverse_ref, _invert(scratch_ref, lower, barrier), transposed=True)
-        _store_terms(lower_ref, nothing)
+        _invert(matrix_ref, lower, (lambda: None) if interpret else pltriton.debug_barrier)
 
     def weigh(with_scales):
         queries = load_rows(inputs.query, start, size, nodes)
@@ -222,28 +205,23 @@ def _pairs_kernel(
         pl.when(~of_queries)(invert)
         return
     diagonal, below = row_block == column_block, row_block > column_block
-    pl.when(~of_queries & below)(lower)
     pl.when(~of_queries & diagonal)(invert)
     pl.when(of_queries & (diagonal | below))(lambda: weigh(diagonal))
 
-    @pl.when(row_block < column_block)
+    @pl.when(~of_queries & below)
     def _():
-        _store_terms(inverse_ref, nothing)
-        _store_terms(lower_ref, nothing)
-        weight_ref[...] = nothing
+        matrix_ref[...] = _lower(inputs, start, first, size)
 
 
 class Pairs(NamedTuple):
-    """Of T' nodes, padded to whole leaves.
+    """Of T' nodes, padded to whole leaves. Leaves above the diagonal are never written.
 
-    inverse: of I + L, leaf by leaf, and lower: L between leaves, 0 elsewhere; both as P terms that
-    add up to float32: one, or three of bfloat16. weight: D o Q K^T with queries and keys
-    normalised. known_scale: what a raw key is multiplied by before it meets the prefix's state:
-    beta E / norm; query_scale: E / (norm sqrt(Dk)).
+    matrix: L of two leaves below the diagonal, the inverse of I + L on it. weight: D o Q K^T with
+    queries and keys normalised. known_scale: what a raw key is multiplied by before it meets the
+    prefix's state: beta E / norm; query_scale: E / (norm sqrt(Dk)).
     """
 
-    inverse: jax.Array  # [B, Hv, P, T', T']
-    lower: jax.Array  # [B, Hv, P, T', T']
+    matrix: jax.Array  # float32 [B, Hv, T', T']
     weight: jax.Array  # float32 [B, Hv, T', T']
     known_scale: jax.Array  # float32 [B, Hv, T']
     query_scale: jax.Array  # float32 [B, Hv, T']
@@ -264,23 +242,15 @@ def gdn_pairs(
     slots, nodes, key_heads, key_dim = key.shape
     heads = beta.shape[2]
     size = dispatch.divisor(padded, LEAF)
-    terms = 1 if key.dtype == jnp.float32 else 3
     group, blocks = heads // key_heads, padded // size
     key_rows = pl.BlockSpec((None, nodes, None, key_dim), lambda i, h, b: (b, 0, h // group, 0))
     numbers = pl.BlockSpec((None, nodes, None), lambda i, h, b: (b, 0, h))
-
-    def leaves(*planes: int) -> pl.BlockSpec:
-        return pl.BlockSpec(
-            (None, None, *planes, size, size),
-            lambda i, h, b: (b, h) + (0,) * len(planes) + (i // (2 * blocks), i // 2 % blocks),
-        )
-
-    line = pl.BlockSpec((None, None, size), lambda i, h, b: (b, h, i // (2 * blocks)))
-    of_heads, numbers_of = (
-        (slots, heads),
-        functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32),
+    square = pl.BlockSpec(
+        (None, None, size, size),
+        lambda i, h, b: (b, h, i // (2 * blocks), i // 2 % blocks),
     )
-    exact = jax.ShapeDtypeStruct((*of_heads, terms, padded, padded), key.dtype)
+    line = pl.BlockSpec((None, None, size), lambda i, h, b: (b, h, i // (2 * blocks)))
+    shape = (slots, heads, padded)
     out = pl.pallas_call(
         functools.partial(_pairs_kernel, blocks=blocks, interpret=interpret),
         grid=(2 * blocks * blocks, heads, slots),
@@ -291,24 +261,11 @@ def gdn_pairs(
             numbers,
             pl.BlockSpec((None, nodes, nodes), lambda i, h, b: (b, 0, 0)),
         ],
-        out_specs=[
-            leaves(terms),
-            leaves(terms),
-            leaves(),
-            line,
-            line,
-            pl.BlockSpec((None, None, size, size), lambda i, h, b: (b, h, i // (2 * blocks), 0)),
-        ],
-        out_shape=[
-            exact,
-            exact,
-            numbers_of((*of_heads, padded, padded)),
-            numbers_of((*of_heads, padded)),
-            numbers_of((*of_heads, padded)),
-            numbers_of((*of_heads, padded, size)),
-        ],
+        out_specs=[square, square, line, line],
+        out_shape=[jax.ShapeDtypeStruct((*shape, padded), jnp.float32)] * 2
+        + [jax.ShapeDtypeStruct(shape, jnp.float32)] * 2,
         compiler_params=pltriton.CompilerParams(num_warps=num_warps, num_stages=1),
         interpret=interpret,
         name="gdn_pairs",
     )(query, key, log_decay, beta, visible)
-    return Pairs(*out[:-1])
+    return Pairs(*out)

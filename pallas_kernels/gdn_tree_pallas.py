@@ -8,8 +8,6 @@ back from its own output.
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,8 +26,6 @@ from pallas_kernels.gdn_pairs_pallas import (
     terms_for,
 )
 
-_UNROLLED = 4  # blocks
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
@@ -38,7 +34,6 @@ class Config:
     block_rows: int = 64  # nodes that are solved together: 16, 32 or 64
     value_tile: int = 32  # value dims of a program
     num_warps: int = 4
-    num_stages: int = 1
     pair_warps: int = 4  # of the kernel that goes before
 
     def __post_init__(self) -> None:
@@ -69,8 +64,7 @@ def _tree_kernel(
     value_ref,  # [T, tile], strided
     beta_ref,  # float32 [T], strided
     state_ref,  # float32 [Dk, tile]
-    inverse_ref,  # [P, T', T'], as the next four in `Pairs`
-    lower_ref,  # [P, T', T']
+    matrix_ref,  # float32 [T', T'], as the next three in `Pairs`
     weight_ref,  # float32 [T', T']
     known_ref,  # float32 [T']
     scale_ref,  # float32 [T']
@@ -81,24 +75,22 @@ def _tree_kernel(
     interpret: bool,
 ):
     nodes, tile = value_ref.shape
-    terms, padded, _ = inverse_ref.shape
-    blocks = padded // size
+    blocks = matrix_ref.shape[0] // size
     shape, dtype = (size, tile), key_ref.dtype
     # What only the output needs may be rounded where the output is rounded to bfloat16: to TF32,
     # or to two terms of bfloat16.
     full = out_ref.dtype == jnp.float32
     for_output = jax.lax.Precision.HIGHEST if full else None
 
-    def row_block(block: int | jax.Array, carry: jax.Array) -> jax.Array:
+    def row_block(block, carry):
         start = block * size
         own = pl.ds(start, size)
-
-        def parts_of(ref, columns):
-            return tuple(ref[term, own, columns] for term in range(terms))
-
+        # All loads come first: behind a product their latency would show.
         keys, queries, values = (
             load_rows(ref, start, size, nodes) for ref in (key_ref, query_ref, value_ref)
         )
+        if blocks == 1:
+            matrix, weight = matrix_ref[...], weight_ref[...]
         known_scale, query_scale = known_ref[own], scale_ref[own]
         beta = load_numbers(beta_ref, start, size)
         state = terms_for(state_ref[...], dtype)
@@ -109,20 +101,17 @@ def _tree_kernel(
         def earlier(step, sums):
             wanted, acc = sums
             columns = pl.ds(step * size, size)
+            lower, weight = matrix_ref[own, columns], weight_ref[own, columns]
             update = load_rows(update_ref, step * size, size, nodes)
-            changed = split_dot(parts_of(lower_ref, columns), terms_for(update, dtype))
-            seen = pltriton.dot(weight_ref[own, columns], update, precision=for_output)
-            return wanted - changed, acc + seen
+            wanted = wanted - split_dot(terms_for(lower, dtype), terms_for(update, dtype))
+            return wanted, acc + pltriton.dot(weight, update, precision=for_output)
 
-        wanted, acc = _each(block, earlier, (wanted, acc))
-        inverse = parts_of(inverse_ref, own)
-        update = split_dot(inverse, terms_for(wanted, dtype))
-        if size > LEAF:
-            # Each leaf is solved on its own; what the first's updates change in the second's
-            # comes off.
-            changed = split_dot(parts_of(lower_ref, own), terms_for(update, dtype))
-            update = update - split_dot(inverse, terms_for(changed, dtype))
-        acc = acc + pltriton.dot(weight_ref[own, own], update, precision=for_output)
+        if blocks > 1:
+            wanted, acc = jax.lax.fori_loop(jnp.int32(0), block, earlier, (wanted, acc))
+            matrix, weight = matrix_ref[own, own], weight_ref[own, own]
+        update = _solve(matrix, wanted, dtype)
+        weight = jnp.where(_leaf_order(size) >= 0, weight, 0.0)
+        acc = acc + pltriton.dot(weight, update, precision=for_output)
         row = start + jax.lax.iota(jnp.int32, size)
         index = (spread(row, shape, 0), spread(jax.lax.iota(jnp.int32, tile), shape, 1))
         pltriton.store(update_ref.at[index], update, mask=index[0] < nodes)
@@ -131,16 +120,30 @@ def _tree_kernel(
             pltriton.debug_barrier()  # later blocks read these updates
         return carry
 
-    _each(blocks if blocks <= _UNROLLED else jnp.int32(blocks), row_block, jnp.int32(0))
+    jax.lax.fori_loop(0, blocks, row_block, jnp.int32(0))
 
 
-def _each(count: int | jax.Array, body: Callable[[Any, Any], Any], carry: Any) -> Any:
-    """A loop, written out if `count` is static: what a loop carries and hoists fills registers."""
-    if not isinstance(count, int):
-        return jax.lax.fori_loop(jnp.int32(0), count, body, carry)
-    for number in range(count):
-        carry = body(number, carry)
-    return carry
+def _leaf_order(size: int) -> jax.Array:
+    """By how many leaves a node's comes after another's, for nodes of a block."""
+    leaf = [jax.lax.broadcasted_iota(jnp.int32, (size, size), axis) // LEAF for axis in (0, 1)]
+    return leaf[0] - leaf[1]
+
+
+def _solve(matrix: jax.Array, wanted: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Updates of a block of one or two leaves from `Pairs.matrix` and the right-hand side.
+
+    Each leaf is solved on its own; what the first one's updates change in the second's is then
+    taken off. Leaves above the diagonal may hold anything.
+    """
+    size = matrix.shape[0]
+    if size <= LEAF:
+        return split_dot(terms_for(matrix, dtype), terms_for(wanted, dtype))
+    order = _leaf_order(size)
+    inverse = terms_for(jnp.where(order == 0, matrix, 0.0), dtype)
+    lower = terms_for(jnp.where(order > 0, matrix, 0.0), dtype)
+    update = split_dot(inverse, terms_for(wanted, dtype))
+    changed = split_dot(lower, terms_for(update, dtype))
+    return update - split_dot(inverse, terms_for(changed, dtype))
 
 
 def _step_kernel(
@@ -166,10 +169,11 @@ def _step_kernel(
     out_ref[...] = out.astype(out_ref.dtype)
 
 
-def default_config(nodes: int, value_dim: int) -> Config:
-    """A sound choice from shapes alone."""
+def default_config(slots: int, nodes: int, heads: int, value_dim: int) -> Config:
+    """Measured on an H200 (scripts/results/kernel_log.md): wide tiles once narrow ones queue."""
     rows = min(64, dispatch.lanes_for(nodes))
-    return Config(block_rows=rows, value_tile=min(32, value_dim))
+    tile = 64 if nodes > LEAF and slots * heads > 96 else 32
+    return Config(block_rows=rows, value_tile=dispatch.divisor(value_dim, tile))
 
 
 @dispatch.lowered_once
@@ -186,8 +190,8 @@ def gdn_tree(
     config: Config | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Out and update, each [B, T, Hv, Dv], as `gdn_tree.definition` gives them."""
-    nodes, value_dim = key.shape[1], value.shape[3]
-    config = default_config(nodes, value_dim) if config is None else config
+    slots, nodes, heads, value_dim = value.shape
+    config = default_config(slots, nodes, heads, value_dim) if config is None else config
     if nodes == 1:
         return _step(query, key, value, log_decay, beta, state, config, interpret)
     padded = dispatch.ceil_div(nodes, config.block_rows) * config.block_rows
@@ -201,8 +205,8 @@ def gdn_tree(
         num_warps=config.pair_warps,
         interpret=interpret,
     )
-    slots, _, key_heads, key_dim = key.shape
-    group, tile = value.shape[2] // key_heads, config.value_tile
+    key_heads, key_dim = key.shape[2:]
+    group, tile = heads // key_heads, config.value_tile
     key_rows = pl.BlockSpec((None, nodes, None, key_dim), lambda i, h, b: (b, 0, h // group, 0))
     value_rows = pl.BlockSpec((None, nodes, None, tile), lambda i, h, b: (b, 0, h, i))
 
@@ -213,7 +217,7 @@ def gdn_tree(
 
     out, update = pl.pallas_call(
         functools.partial(_tree_kernel, size=config.block_rows, interpret=interpret),
-        grid=(value_dim // tile, value.shape[2], slots),
+        grid=(value_dim // tile, heads, slots),
         in_specs=[
             key_rows,
             key_rows,
@@ -227,9 +231,7 @@ def gdn_tree(
             jax.ShapeDtypeStruct(value.shape, value.dtype),
             jax.ShapeDtypeStruct(value.shape, jnp.float32),
         ],
-        compiler_params=pltriton.CompilerParams(
-            num_warps=config.num_warps, num_stages=config.num_stages
-        ),
+        compiler_params=pltriton.CompilerParams(num_warps=config.num_warps, num_stages=1),
         interpret=interpret,
         name="gdn_tree",
     )(query, key, value, beta, state, *found)

@@ -35,7 +35,7 @@ from ddtree_jax.state import DecodeState
 from ddtree_jax.tree import Tree, Walk
 
 STAGES = ("draft", "build", "verify", "accept", "commit")
-GDN_KERNELS = ("gdn_tree", "gdn_commit")
+GDN_KERNELS = ("gdn_pairs", "gdn_tree", "gdn_commit")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,14 +25,16 @@ def arguments(shape):
 
 
 @pytest.mark.parametrize("name", ["qwen3_6_27b_decode", "qwen3_6_27b_tree_batch"])
-def test_gdn_tree_compiles_to_one_launch(name):
+def test_gdn_tree_compiles_and_keeps_no_state_of_a_node(name):
     shape = shapes.GDN[name]
     lowered = aot.lower(functools.partial(gdn_tree, max_depth=shape.depths), *arguments(shape))
-    assert lowered.as_text().count(TRITON_CALL) == 1
+    # A single node needs no pairs.
+    assert lowered.as_text().count(TRITON_CALL) == (1 if shape.nodes == 1 else 2)
     memory = aot.compile(lowered).memory_analysis()
-    # Nothing of the size of a state: sums of log-decays a value tile are all it keeps.
-    state = shape.heads * shape.key_dim * shape.value_dim * 4
-    assert memory.temp_size_in_bytes < state
+    # Two numbers for any two nodes of a head; a state of every node would be 64 times a state.
+    padded = 64 * math.ceil(shape.nodes / 64)
+    pairs = 2 * 4 * shape.slots * shape.heads * padded**2
+    assert memory.temp_size_in_bytes < 1.1 * pairs
 
 
 def test_gdn_commit_updates_the_state_in_place():
