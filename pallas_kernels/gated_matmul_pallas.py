@@ -8,14 +8,29 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels import dispatch
-from pallas_kernels.skinny_matmul_pallas import Config, load_rows, row_tile, store_rows
+from pallas_kernels.skinny_matmul_pallas import (
+    MULTIPROCESSORS,
+    PROGRAMS,
+    Config,
+    load_rows,
+    row_tile,
+    store_rows,
+)
 
 
 def default_config(inner: int, columns: int, dtype: jnp.dtype) -> Config:
-    """`columns` are those of gate alone, so a program reads twice as many."""
-    wide = dispatch.divisor(columns, 128 if dtype == jnp.bfloat16 else 16)
-    warps = 8 if wide == 128 else 4
-    return Config(columns=wide, block=dispatch.divisor(inner, 64), num_warps=warps)
+    """`columns` are those of gate alone, so a program reads twice as many. Measured on an H200 at
+    the MLPs of Qwen3-8B and Qwen3.6-27B (scripts/results/kernel_log.md)."""
+    block = dispatch.divisor(inner, 64)
+    if dtype != jnp.bfloat16:
+        return Config(columns=dispatch.divisor(columns, 16), block=block)
+    wide = dispatch.divisor(columns, 128)
+    if wide == 128 and PROGRAMS <= columns // wide <= MULTIPROCESSORS:
+        return Config(columns=wide, block=block, num_warps=8)
+    while wide > 16 and columns // wide < PROGRAMS:
+        wide //= 2
+    # Three stages: several programs share a multiprocessor, so all are there from the start.
+    return Config(columns=min(wide, 64), block=block, num_stages=3)
 
 
 def _gated_kernel(

@@ -12,7 +12,8 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch, skinny_matmul_pallas
 
-# On an H200 the kernel wins up to here at 8 B (scripts/results/kernel_log.md); above is unmeasured.
+# On an H200 the kernel wins up to here if its programs run in one wave, up to half of it if not
+# (scripts/results/kernel_log.md); above is unmeasured.
 MOST_ROWS = 128
 
 
@@ -29,7 +30,8 @@ def skinny_matmul(
       x, kernel: of one dtype, bfloat16 or float32.
       dtype: of a sole part, x's if None; float32 leaves nothing rounded.
       implementation: None, "xla" or "pallas", see `dispatch.choose`. None takes the kernel for
-        at most `MOST_ROWS` rows of bfloat16.
+        at most `MOST_ROWS` rows of bfloat16, and fewer where it has more programs than the GPU
+        multiprocessors.
 
     Returns:
       One part in `dtype`, or several in float32; sums run in float32.
@@ -40,7 +42,9 @@ def skinny_matmul(
     """
     check_product("kernel", x, kernel)
     unsupported = skinny_matmul_pallas.unsupported(x.dtype, kernel.shape[0])
-    if choose("skinny_matmul", x, implementation, unsupported, most_rows=MOST_ROWS) == "xla":
+    one_wave = skinny_matmul_pallas.one_wave(*kernel.shape, x.dtype)
+    most_rows = MOST_ROWS if one_wave else MOST_ROWS // 2
+    if choose("skinny_matmul", x, implementation, unsupported, most_rows=most_rows) == "xla":
         return definition(x, kernel, dtype=dtype)
     dtype = None if dtype is None else jnp.dtype(dtype)
     return skinny_matmul_pallas.skinny_matmul(

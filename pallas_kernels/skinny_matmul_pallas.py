@@ -15,7 +15,8 @@ from jax.experimental.pallas import triton as pltriton
 from pallas_kernels import dispatch
 
 _MOST_TILE_ROWS = 128
-_PROGRAMS = 96  # enough to draw the whole memory rate, few enough to keep the parts small
+PROGRAMS = 96  # enough to draw the whole memory rate, few enough to keep the parts small
+MULTIPROCESSORS = 132  # of an H100 or H200: one program more and its time comes twice
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,6 +39,12 @@ def unsupported(dtype: jnp.dtype, *sides: int) -> str | None:
     return None
 
 
+def one_wave(inner: int, columns: int, dtype: jnp.dtype) -> bool:
+    """Whether every program of one tile of rows has a multiprocessor of its own."""
+    config = default_config(inner, columns, dtype)
+    return dispatch.ceil_div(columns, config.columns) * config.splits <= MULTIPROCESSORS
+
+
 def default_config(inner: int, columns: int, dtype: jnp.dtype) -> Config:
     """Measured on an H200 (scripts/results/kernel_log.md) for the products of Qwen3-8B."""
     most = 128 if dtype == jnp.bfloat16 else 32
@@ -46,13 +53,23 @@ def default_config(inner: int, columns: int, dtype: jnp.dtype) -> Config:
         # Part of one program of many idles, where narrow ones would all read in short rows.
         wide = min(most, dispatch.lanes_for(columns))
     tiles = dispatch.ceil_div(columns, wide)
-    splits = 1
-    while tiles * splits < _PROGRAMS and inner % (splits * 2 * 128) == 0:
-        splits *= 2
+    splits = _splits(inner, tiles)
     share = inner // splits
-    if dtype == jnp.bfloat16 and tiles * splits < 132 and wide == 128 and share % 128 == 0:
+    alone = tiles * splits <= MULTIPROCESSORS
+    if dtype == jnp.bfloat16 and alone and wide == 128 and share % 128 == 0:
         return Config(columns=wide, block=128, splits=splits, num_warps=8, num_stages=3)
     return Config(columns=wide, block=dispatch.divisor(share, 64), splits=splits)
+
+
+def _splits(inner: int, tiles: int) -> int:
+    """Shares of the inner axis: the least power of two that gives enough programs, or three where
+    those would be a little more than one wave."""
+    splits = 1
+    while tiles * splits < PROGRAMS and inner % (splits * 2 * 128) == 0:
+        splits *= 2
+    if tiles * splits > MULTIPROCESSORS and splits == 4 and inner % (3 * 128) == 0:
+        return 3
+    return splits
 
 
 def row_tile(rows: int) -> int:
