@@ -75,9 +75,7 @@ def definition(
     return weight.astype(x.dtype).astype(jnp.float32), index.astype(jnp.int32)
 
 
-def check_choice(
-    parts: jax.Array, x: jax.Array, shared_gate: jax.Array | None, count: int
-) -> None:
+def check_choice(parts: jax.Array, x: jax.Array, shared_gate: jax.Array | None, count: int) -> None:
     """Raises ValueError unless `choose_experts` can take these."""
     if parts.ndim != 4 or x.ndim != 3 or parts.shape[1:3] != x.shape[:2]:
         raise ValueError(

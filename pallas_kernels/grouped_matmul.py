@@ -166,9 +166,7 @@ def check_down(
         )
 
 
-def _check(
-    name: str, rows: jax.Array, kernels: jax.Array, ids: jax.Array, order: Order
-) -> None:
+def _check(name: str, rows: jax.Array, kernels: jax.Array, ids: jax.Array, order: Order) -> None:
     check_ids(ids)
     if kernels.ndim != 3 or rows.shape[-1] != kernels.shape[1]:
         raise ValueError(

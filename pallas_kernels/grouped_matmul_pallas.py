@@ -49,9 +49,7 @@ def default_config(
     rows = 64 if entries > 16 * experts else 16
     most = _STAGE_BYTES // ((rows + halves * columns) * itemsize)
     block = 1 << (min(most, 128).bit_length() - 1)
-    return Config(
-        tile_rows=rows, tile_columns=columns, block_inner=dispatch.divisor(inner, block)
-    )
+    return Config(tile_rows=rows, tile_columns=columns, block_inner=dispatch.divisor(inner, block))
 
 
 def unsupported(dtype: jnp.dtype, inner: int, outer: int) -> str | None:
@@ -97,9 +95,7 @@ class _Walk:
             return self.entries
         return self.experts - self.shared + self.cuts
 
-    def run(
-        self, ids_ref, entry_ref, starts_ref, body: Callable[[jax.Array, jax.Array, jax.Array], None]
-    ) -> None:
+    def run(self, ids_ref, entry_ref, starts_ref, body: Callable[..., None]) -> None:
         """Calls body(expert, entries [tile], whether each is one) for every tile of a program.
 
         Entries that are none are those of the tile's last row.

@@ -42,9 +42,7 @@ def sort_by_expert(
     if dispatch.choose("sort_by_expert", implementation, None) == "xla":
         return definition(ids, experts=experts)
     return Order(
-        *sort_by_expert_pallas.sort_by_expert(
-            ids, experts=experts, interpret=dispatch.interpret()
-        )
+        *sort_by_expert_pallas.sort_by_expert(ids, experts=experts, interpret=dispatch.interpret())
     )
 
 

@@ -50,9 +50,7 @@ def _sort_kernel(
 
 
 @dispatch.lowered_once
-def sort_by_expert(
-    ids: jax.Array, *, experts: int, interpret: bool
-) -> tuple[jax.Array, jax.Array]:
+def sort_by_expert(ids: jax.Array, *, experts: int, interpret: bool) -> tuple[jax.Array, jax.Array]:
     """(entry [N], starts [G + 1]) as `sort_by_expert.definition` gives them."""
     size = min(_MOST_LANES, dispatch.lanes_for(ids.size))
     lengths = (ids.size, experts + 1)

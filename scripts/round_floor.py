@@ -49,7 +49,9 @@ def count_experts(pair: Pair, plan: RoundPlan, state: DecodeState) -> float:
         target, draft = pair.structures
         drafter = draft.merge(draft_leaves) if plan.drafts else None
         run_round(target.merge(target_leaves), drafter, state, plan=plan, mode="greedy")
-        reached = jnp.stack([jnp.zeros((moe.num_experts,), bool).at[index].set(True) for index in chosen])
+        reached = jnp.stack(
+            [jnp.zeros((moe.num_experts,), bool).at[index].set(True) for index in chosen]
+        )
         return jnp.sum(reached, axis=1)
 
     draft_leaves = pair.leaves[1] if plan.drafts else ()

@@ -67,9 +67,7 @@ def test_ids_are_distinct_whatever_the_logits(implementation):
     product = jnp.full((1, 1, 3, 20), jnp.nan).at[0, 0, 1].set(-jnp.inf).at[0, 0, 2].set(1.0)
     product = product.at[0, 0, 2, 7].set(-jnp.nan)
     x = jnp.ones((1, 3, 16))
-    _, index = choose_experts(
-        product, x, count=20, normalise=True, implementation=implementation
-    )
+    _, index = choose_experts(product, x, count=20, normalise=True, implementation=implementation)
     np.testing.assert_array_equal(jnp.sort(index, axis=-1)[0], [np.arange(20)] * 3)
 
 
