@@ -82,7 +82,7 @@ class _Walk:
 
     @property
     def by_place(self) -> bool:
-        return self.entries <= self.experts
+        return self.rows == 1 or self.entries <= self.experts
 
     @property
     def cuts(self) -> int:
