@@ -18,7 +18,8 @@ def parse_experts(config: Mapping[str, Any], *, normalise: bool) -> MoEConfig:
     """Settings of the experts. Hub files say `num_experts`, transformers 5 `num_local_experts`.
 
     Raises:
-      ValueError: a count is absent or said twice, or some layers have no experts.
+      ValueError: a count is absent or said twice, some layers have no experts, or the shared
+        expert has another width than the others.
     """
     counts = {
         config[name]
@@ -39,11 +40,17 @@ def parse_experts(config: Mapping[str, Any], *, normalise: bool) -> MoEConfig:
         not config.get("mlp_only_layers"),
         f"config.json: `mlp_only_layers` {config.get('mlp_only_layers')} are not supported",
     )
+    size = field(config, "moe_intermediate_size")
     shared = config.get("shared_expert_intermediate_size")
+    require(
+        shared in (None, 0, size),
+        "config.json: `shared_expert_intermediate_size` must be `moe_intermediate_size` "
+        f"{size}, got {shared}; no other is supported",
+    )
     return MoEConfig(
         num_experts=counts.pop(),
         chosen_count=field(config, "num_experts_per_tok"),
-        expert_size=field(config, "moe_intermediate_size"),
+        expert_size=size,
         shared_size=shared or None,
         normalise=normalise,
     )
@@ -80,69 +87,47 @@ target_ignored = qwen3.target_ignored
 def expert_rules(
     config: TargetConfig, folder: HFFolder, source: str, destination: str
 ) -> list[Rule]:
-    """Rules of one layer's `mlp`: router, experts fused or one by one, shared expert."""
+    """Rules of one layer's `mlp`: router, experts fused or one by one, the shared expert last."""
     hidden, moe = config.hidden_size, config.moe
     mlp, to = source + "mlp.", destination + "mlp."
     rules = [linear(to + "router", hidden, (mlp + "gate.weight", moe.num_experts))]
-    if mlp + "experts.gate_up_proj" in folder.tensors:
-        rules += _fused(config, mlp, to)
-    else:
-        rules += _one_by_one(config, mlp, to)
-    if moe.shared_size is not None:
-        shared, size = mlp + "shared_expert.", moe.shared_size
-        parts = [(shared + f"{part}_proj.weight", size) for part in ("gate", "up")]
-        rules += [
-            linear(to + "shared.gate_up", hidden, *parts),
-            linear(to + "shared.down", size, (shared + "down_proj.weight", hidden)),
-            linear(to + "shared_gate", hidden, (mlp + "shared_expert_gate.weight", 1)),
-        ]
+    rules += [_matrices(config, folder, mlp, to, name) for name in ("gate_up", "down")]
+    if moe.has_shared:
+        rules.append(linear(to + "shared_gate", hidden, (mlp + "shared_expert_gate.weight", 1)))
     return rules
 
 
-def _fused(config: TargetConfig, mlp: str, to: str) -> list[Rule]:
-    """[E, out, in] for all experts at once; gate rows come before up rows."""
-    experts, hidden, inner = config.moe.num_experts, config.hidden_size, config.moe.expert_size
+def _matrices(config: TargetConfig, folder: HFFolder, mlp: str, to: str, name: str) -> Rule:
+    """One of the two matrices of every expert. `experts.{name}_proj` [E, out, in] has all but the
+    shared one, or each has its own `{part}_proj.weight` [out, in]; gate rows come before up rows.
+    """
+    moe, hidden = config.moe, config.hidden_size
+    parts, rows, columns = {
+        "gate_up": (("gate", "up"), moe.expert_size, hidden),
+        "down": (("down",), hidden, moe.expert_size),
+    }[name]
+    fused = mlp + "experts.gate_up_proj" in folder.tensors
+    alone = [] if fused else [f"experts.{expert}" for expert in range(moe.num_experts)]
+    alone += ["shared_expert"] * moe.has_shared
+    sources = [
+        (f"{mlp}{owner}.{part}_proj.weight", (rows, columns)) for owner in alone for part in parts
+    ]
+    if fused:
+        shape = (moe.num_experts, len(parts) * rows, columns)
+        sources.insert(0, (f"{mlp}experts.{name}_proj", shape))
 
     def fill(out: np.ndarray, number: int, value: np.ndarray) -> None:
-        for expert in range(experts):
-            transpose_into(out[expert], value[expert])
+        if value.ndim == 3:
+            for expert, matrix in enumerate(value):
+                transpose_into(out[expert], matrix)
+            return
+        owner, part = divmod(number - fused, len(parts))
+        expert = owner + moe.num_experts * fused
+        transpose_into(out[expert, :, part * rows : (part + 1) * rows], value)
 
-    def rule(name: str, source: str, rows: int, columns: int) -> Rule:
-        return Rule(
-            destination=to + name,
-            sources=((mlp + source, (experts, rows, columns)),),
-            fill=fill,
-            filled_shape=(experts, columns, rows),
-        )
-
-    return [
-        rule("gate_up", "experts.gate_up_proj", 2 * inner, hidden),
-        rule("down", "experts.down_proj", hidden, inner),
-    ]
-
-
-def _one_by_one(config: TargetConfig, mlp: str, to: str) -> list[Rule]:
-    """`experts.{e}.{gate,up,down}_proj.weight`, each [out, in]."""
-    experts, hidden, inner = config.moe.num_experts, config.hidden_size, config.moe.expert_size
-
-    def rule(name: str, parts: tuple[str, ...], rows: int, columns: int) -> Rule:
-        def fill(out: np.ndarray, number: int, value: np.ndarray) -> None:
-            expert, part = divmod(number, len(parts))
-            transpose_into(out[expert, :, part * rows : (part + 1) * rows], value)
-
-        names = [
-            f"{mlp}experts.{expert}.{part}_proj.weight"
-            for expert in range(experts)
-            for part in parts
-        ]
-        return Rule(
-            destination=to + name,
-            sources=tuple((source, (rows, columns)) for source in names),
-            fill=fill,
-            filled_shape=(experts, columns, len(parts) * rows),
-        )
-
-    return [
-        rule("gate_up", ("gate", "up"), inner, hidden),
-        rule("down", ("down",), hidden, inner),
-    ]
+    return Rule(
+        destination=to + name,
+        sources=tuple(sources),
+        fill=fill,
+        filled_shape=(moe.num_experts + moe.has_shared, columns, len(parts) * rows),
+    )

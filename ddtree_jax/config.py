@@ -155,7 +155,8 @@ class HybridConfig(_Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig(_Settings):
-    """Experts in place of the MLP. `shared_size` is the width of the shared expert, None without.
+    """Experts in place of the MLP. `shared_size` is the width of the shared expert, None without;
+    it is computed as one of the others, so it has their width.
 
     `normalise`: weights of the chosen experts are divided by their sum.
     """
@@ -172,6 +173,15 @@ class MoEConfig(_Settings):
             f"`chosen_count` must be in [1, {self.num_experts}], got {self.chosen_count}",
         )
         require(self.expert_size > 0, f"`expert_size` must be positive, got {self.expert_size}")
+        require(
+            self.shared_size in (None, self.expert_size),
+            f"`shared_size` must be None or the `expert_size` {self.expert_size}, "
+            f"got {self.shared_size}; no other is supported",
+        )
+
+    @property
+    def has_shared(self) -> bool:
+        return self.shared_size is not None
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "MoEConfig":

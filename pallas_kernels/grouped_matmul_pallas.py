@@ -1,12 +1,13 @@
-"""Pallas GPU kernel of `grouped_matmul`: one launch, a program a tile of one group's rows.
+"""Pallas GPU kernels of `grouped_gate_up` and `grouped_down`: a launch each.
 
-How many tiles a group needs is data, so there are as many programs as any sizes could need; those
-past the last tile leave at once. With few rows a group the weights are what takes the time: each
-is read once.
+Which experts have rows is data, so there are as many programs as any choice could need, and those
+without rows leave at once. With few rows an expert its weights are what takes the time: each is
+read once. Rows are read and written at their own entries; no other kernel moves them.
 """
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -16,13 +17,16 @@ from jax.experimental.pallas import triton as pltriton
 from pallas_kernels import dispatch
 from pallas_kernels.dispatch import dot, spread
 
+_PROGRAMS = 256  # with work for each: fewer draw less than the whole memory rate
+_STAGE_BYTES = 24576  # of rows and weights at most, a step of the loop
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """How the kernel is cut up. Sizes are powers of two."""
+    """How a kernel is cut up. Sizes are powers of two."""
 
-    tile_rows: int  # rows of one group, at least 16 for the tensor cores
-    tile_columns: int = 64
+    tile_rows: int  # of one expert, at least 16 for the tensor cores
+    tile_columns: int = 64  # of the result
     block_inner: int = 64
     num_warps: int = 4
     num_stages: int = 4
@@ -34,105 +38,262 @@ class Config:
                 raise ValueError(f"`{field.name}` must be a power of two, got {size}")
 
 
-def default_config(rows: int, groups: int, inner: int, outer: int, itemsize: int) -> Config:
-    """A sound choice from shapes alone."""
-    tile = 64 if rows > 16 * groups else 16
-    block = dispatch.divisor(inner, 256 // itemsize)
-    return Config(tile_rows=tile, tile_columns=dispatch.divisor(outer, 64), block_inner=block)
+def default_config(
+    entries: int, experts: int, inner: int, outer: int, itemsize: int, *, halves: int
+) -> Config:
+    """A sound choice from shapes alone. halves: matrices that a program reads of an expert."""
+    columns = dispatch.divisor(outer, 64)
+    # Narrow where few experts can have rows; below 64 bytes a row of weights is read badly.
+    while halves == 2 and columns > 32 and min(entries, experts) * (outer // columns) < _PROGRAMS:
+        columns //= 2
+    rows = 64 if entries > 16 * experts else 16
+    most = _STAGE_BYTES // ((rows + halves * columns) * itemsize)
+    block = 1 << (min(most, 128).bit_length() - 1)
+    return Config(tile_rows=rows, tile_columns=columns, block_inner=dispatch.divisor(inner, block))
 
 
 def unsupported(dtype: jnp.dtype, inner: int, outer: int) -> str | None:
-    """Why the kernel cannot take these arguments, or None."""
+    """Why the kernels cannot take these arguments, or None."""
     if dtype not in (jnp.bfloat16, jnp.float32):
         return f"it takes bfloat16 and float32, got {jnp.dtype(dtype).name}"
     if inner % 16 or outer % 16:
-        return f"both sides of a group's kernel must be multiples of 16, got {inner} x {outer}"
+        return f"both sides of an expert's matrix must be multiples of 16, got {inner} x {outer}"
     return None
 
 
-def _group_kernel(
-    group_ref,  # int32 [1]: group of this tile
-    first_ref,  # int32 [1]: its first row
-    last_ref,  # int32 [1]: row behind its last; `first` for a tile of no rows
-    rows_ref,  # [R, I]
-    kernels_ref,  # [E, I, O]
-    out_ref,  # [R, O], out
+@dataclasses.dataclass(frozen=True)
+class _Walk:
+    """Which rows of which expert a program takes.
+
+    A row alone: each entry is a program, and no order is read. Fewer entries than experts: a
+    program a place, idle unless a tile begins there. Else a program an expert, for all of its
+    tiles; a shared expert, whose tiles are known, is cut up and goes first, so as not to be last.
+    """
+
+    rows: int
+    chosen: int
+    experts: int
+    tile: int
+    shared: bool
+
+    @property
+    def entries(self) -> int:
+        return self.rows * self.chosen
+
+    @property
+    def by_place(self) -> bool:
+        return self.rows == 1 or self.entries <= self.experts
+
+    @property
+    def cuts(self) -> int:
+        """Programs of the shared expert."""
+        return dispatch.ceil_div(self.rows, self.tile) if self.shared else 0
+
+    @property
+    def programs(self) -> int:
+        if self.by_place:
+            return self.entries
+        return self.experts - self.shared + self.cuts
+
+    def run(self, ids_ref, entry_ref, starts_ref, body: Callable[..., None]) -> None:
+        """Calls body(expert, entries [tile], whether each is one) for every tile of a program.
+
+        Entries that are none are those of the tile's last row.
+        """
+        program, size = pl.program_id(1), self.tile
+        lane = jax.lax.iota(jnp.int32, size)
+        if self.rows == 1:
+            place = self.entries - 1 - program  # a shared expert's is the last
+            body(ids_ref[place], jnp.full((size,), place, jnp.int32), lane < 1)
+            return
+        if self.by_place:
+            first = self.entries - 1 - program
+            expert = ids_ref[entry_ref[first]]
+            start, end = starts_ref[expert], starts_ref[expert + 1]
+            last = jnp.where((first - start) % size == 0, jnp.minimum(first + size, end), first)
+        else:
+            cut = program < self.cuts
+            expert = jnp.where(cut, self.experts - 1, program - self.cuts)
+            start, end = starts_ref[expert], starts_ref[expert + 1]
+            first = start + jnp.where(cut, program * size, 0)
+            last = jnp.where(cut, jnp.minimum(first + size, end), end)
+
+        def step(tile, carry):
+            place = first + tile * size + lane
+            entry = pltriton.load(entry_ref.at[jnp.minimum(place, last - 1)])
+            body(expert, entry, place < last)
+            return carry
+
+        jax.lax.fori_loop(0, (last - first + size - 1) // size, step, 0)
+
+
+def _products(
+    rows_ref, kernels_ref, row: jax.Array, expert: jax.Array, columns: list, config: Config
+) -> tuple[jax.Array, ...]:
+    """Rows of rows_ref [.., I] by some columns of kernels_ref [G, I, O] from each of `columns`."""
+    size, width, step = config.tile_rows, config.tile_columns, config.block_inner
+
+    def add(block, sums):
+        depth = block * step + jax.lax.iota(jnp.int32, step)
+        shape = (size, step)
+        left = pltriton.load(rows_ref.at[spread(row, shape, 0), spread(depth, shape, 1)])
+        at = pl.ds(block * step, step)
+        return tuple(
+            total + dot(left, kernels_ref[expert, at, pl.ds(column, width)])
+            for total, column in zip(sums, columns, strict=True)
+        )
+
+    zero = jnp.zeros((size, width), jnp.float32)
+    return jax.lax.fori_loop(0, rows_ref.shape[1] // step, add, (zero,) * len(columns))
+
+
+def _gate_up_kernel(
+    ids_ref,  # int32 [N]
+    entry_ref,  # int32 [N]
+    starts_ref,  # int32 [G + 1]
+    x_ref,  # [R, D]
+    kernels_ref,  # [G, D, 2 F]
+    out_ref,  # [N, F], out
     *,
+    walk: _Walk,
     config: Config,
 ):
-    size, width, step = config.tile_rows, config.tile_columns, config.block_inner
-    inner = rows_ref.shape[1]
-    group, first, last = group_ref[0], first_ref[0], last_ref[0]
-    row = first + jax.lax.iota(jnp.int32, size)
-    # Rows past the tile's end are read from its last row and never written.
-    safe_row = jnp.minimum(row, jnp.maximum(last - 1, 0))
-    column = pl.program_id(1) * width + jax.lax.iota(jnp.int32, width)
+    shape = (config.tile_rows, config.tile_columns)
+    half, first = out_ref.shape[1], pl.program_id(0) * config.tile_columns
+    column = spread(first + jax.lax.iota(jnp.int32, shape[1]), shape, 1)
 
-    def add(block, acc):
-        depth = block * step + jax.lax.iota(jnp.int32, step)
-        left = pltriton.load(
-            rows_ref.at[spread(safe_row, (size, step), 0), spread(depth, (size, step), 1)]
-        )
-        own = jax.lax.broadcast_in_dim(group, (step, width), ())
-        right = pltriton.load(
-            kernels_ref.at[own, spread(depth, (step, width), 0), spread(column, (step, width), 1)]
-        )
-        return acc + dot(left, right)
+    def tile(expert, entry, exists):
+        columns = [first, half + first]
+        gate, up = _products(x_ref, kernels_ref, entry // walk.chosen, expert, columns, config)
+        mixed = (gate * jax.lax.logistic(gate) * up).astype(out_ref.dtype)
+        # Interpret mode drops what lies past the end, where a masked store is not one.
+        at = (spread(jnp.where(exists, entry, walk.entries), shape, 0), column)
+        pltriton.store(out_ref.at[at], mixed, mask=spread(exists, shape, 0))
 
-    steps = jnp.where(last > first, jnp.int32(inner // step), jnp.int32(0))
-    acc = jax.lax.fori_loop(0, steps, add, jnp.zeros((size, width), jnp.float32))
-    rows = spread(row, (size, width), 0)
-    index = (rows, spread(column, (size, width), 1))
-    pltriton.store(out_ref.at[index], acc.astype(out_ref.dtype), mask=rows < last)
+    walk.run(ids_ref, entry_ref, starts_ref, tile)
 
 
-def _tiles(sizes: jax.Array, rows: int, tile: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Group, first row and end of every tile that any sizes could need."""
-    groups = sizes.shape[0]
-    needed = (sizes + tile - 1) // tile
-    ends, tile_ends = jnp.cumsum(sizes), jnp.cumsum(needed)
-    most = rows // tile + min(rows, groups)
-    number = jnp.arange(most, dtype=jnp.int32)
-    group = jnp.sum((tile_ends[None, :] <= number[:, None]).astype(jnp.int32), axis=1)
-    exists = group < groups
-    group = jnp.minimum(group, groups - 1)
-    first = (ends - sizes)[group] + (number - (tile_ends - needed)[group]) * tile
-    last = jnp.minimum(first + tile, ends[group])
-    first = jnp.where(exists, first, 0)
-    return group, first, jnp.where(exists, last, first)
-
-
-@dispatch.lowered_once
-def grouped_matmul(
-    rows: jax.Array,
-    kernels: jax.Array,
-    sizes: jax.Array,
+def _down_kernel(
+    ids_ref,  # int32 [N]
+    entry_ref,  # int32 [N]
+    starts_ref,  # int32 [G + 1]
+    gated_ref,  # [N, F]
+    kernels_ref,  # [G, F, D]
+    weight_ref,  # float32 [N]
+    out_ref,  # [K, R, D], out
     *,
+    walk: _Walk,
+    config: Config,
+):
+    shape = (config.tile_rows, config.tile_columns)
+    first = pl.program_id(0) * config.tile_columns
+    column = spread(first + jax.lax.iota(jnp.int32, shape[1]), shape, 1)
+
+    def tile(expert, entry, exists):
+        weight = pltriton.load(weight_ref.at[entry])
+        (product,) = _products(gated_ref, kernels_ref, entry, expert, [first], config)
+        scaled = (product * spread(weight, shape, 0)).astype(out_ref.dtype)
+        row = jnp.where(exists, entry // walk.chosen, walk.rows)
+        at = (spread(entry % walk.chosen, shape, 0), spread(row, shape, 0), column)
+        pltriton.store(out_ref.at[at], scaled, mask=spread(exists, shape, 0))
+
+    walk.run(ids_ref, entry_ref, starts_ref, tile)
+
+
+def _call(
+    name: str,
+    kernel: Callable[..., None],
+    arrays: tuple[jax.Array, ...],
+    out: jax.ShapeDtypeStruct,
+    *,
+    walk: _Walk,
+    config: Config,
     interpret: bool,
-    config: Config | None = None,
 ) -> jax.Array:
-    """[R, O] as `grouped_matmul.definition` gives it, for the rows of groups."""
-    count, inner = rows.shape
-    groups, _, outer = kernels.shape
-    if config is None:
-        config = default_config(count, groups, inner, outer, rows.dtype.itemsize)
-    group, first, last = _tiles(sizes, count, config.tile_rows)
-    number = pl.BlockSpec((1,), lambda t, o: (t,))
+    def whole(shape: tuple[int, ...]) -> pl.BlockSpec:
+        return pl.BlockSpec(shape, lambda o, p: (0,) * len(shape))
+
     return pl.pallas_call(
-        functools.partial(_group_kernel, config=config),
-        grid=(group.shape[0], outer // config.tile_columns),
-        in_specs=[
-            number,
-            number,
-            number,
-            pl.BlockSpec((count, inner), lambda t, o: (0, 0)),
-            pl.BlockSpec((groups, inner, outer), lambda t, o: (0, 0, 0)),
-        ],
-        out_specs=pl.BlockSpec((count, outer), lambda t, o: (0, 0)),
-        out_shape=jax.ShapeDtypeStruct((count, outer), rows.dtype),
+        functools.partial(kernel, walk=walk, config=config),
+        # Columns first: neighbours read the same rows of an expert's matrix at the same time.
+        grid=(out.shape[-1] // config.tile_columns, walk.programs),
+        in_specs=[whole(array.shape) for array in arrays],
+        out_specs=whole(out.shape),
+        out_shape=out,
         compiler_params=pltriton.CompilerParams(
             num_warps=config.num_warps, num_stages=config.num_stages
         ),
         interpret=interpret,
-        name="grouped_matmul",
-    )(group, first, last, rows, kernels)
+        name=name,
+    )(*arrays)
+
+
+def _order_for(
+    ids: jax.Array, entry: jax.Array, starts: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """What a kernel is given of the order. A row alone needs none: its sort becomes dead code."""
+    flat = ids.reshape(-1)
+    return (flat, flat, flat) if ids.shape[0] == 1 else (flat, entry, starts)
+
+
+@dispatch.lowered_once
+def grouped_gate_up(
+    x: jax.Array,
+    kernels: jax.Array,
+    ids: jax.Array,
+    entry: jax.Array,
+    starts: jax.Array,
+    *,
+    shared: bool,
+    interpret: bool,
+    config: Config | None = None,
+) -> jax.Array:
+    """[R, K, F] as `gate_up_definition` gives it."""
+    (rows, chosen), (experts, inner, columns) = ids.shape, kernels.shape
+    half = columns // 2
+    if config is None:
+        config = default_config(ids.size, experts, inner, half, x.dtype.itemsize, halves=2)
+    out = _call(
+        "grouped_gate_up",
+        _gate_up_kernel,
+        (*_order_for(ids, entry, starts), x, kernels),
+        jax.ShapeDtypeStruct((ids.size, half), x.dtype),
+        walk=_Walk(rows, chosen, experts, config.tile_rows, shared),
+        config=config,
+        interpret=interpret,
+    )
+    return out.reshape(rows, chosen, half)
+
+
+@dispatch.lowered_once
+def grouped_down(
+    gated: jax.Array,
+    kernels: jax.Array,
+    ids: jax.Array,
+    weight: jax.Array,
+    entry: jax.Array,
+    starts: jax.Array,
+    *,
+    shared: bool,
+    interpret: bool,
+    config: Config | None = None,
+) -> jax.Array:
+    """[K, R, D] as `down_definition` gives it."""
+    (rows, chosen), (experts, inner, columns) = ids.shape, kernels.shape
+    if config is None:
+        itemsize = gated.dtype.itemsize
+        config = default_config(ids.size, experts, inner, columns, itemsize, halves=1)
+    return _call(
+        "grouped_down",
+        _down_kernel,
+        (
+            *_order_for(ids, entry, starts),
+            gated.reshape(ids.size, inner),
+            kernels,
+            weight.reshape(-1),
+        ),
+        jax.ShapeDtypeStruct((chosen, rows, columns), gated.dtype),
+        walk=_Walk(rows, chosen, experts, config.tile_rows, shared),
+        config=config,
+        interpret=interpret,
+    )

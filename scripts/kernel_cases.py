@@ -16,6 +16,8 @@ OPS = (
     "topk_logsumexp",
     "tree_build",
     "tree_accept",
+    "choose_experts",
+    "sort_by_expert",
     "grouped_matmul",
     "gdn_tree",
 )
@@ -23,7 +25,8 @@ IMPLEMENTATIONS = {op: ("xla", "pallas") for op in OPS}
 IMPLEMENTATIONS["tree_attention"] = ("xla", "einsum", "pallas")
 DEPTHS = 15  # of a DFlash block of 16
 PRODUCTS = ("qkv", "out", "down")
-EXPERT_PRODUCTS = ("gate_up", "down")
+EXPERT_PRODUCTS = ("gate_up", "down")  # `grouped_gate_up` and `grouped_down`
+EXPERT_OPS = {"choose_experts": ("",), "sort_by_expert": ("",), "grouped_matmul": EXPERT_PRODUCTS}
 
 
 class Heads(NamedTuple):
@@ -73,7 +76,7 @@ class Widths:
     heads: Heads
     vocab: int
     experts: int = 256
-    chosen: int = 8  # experts of a token
+    chosen: int = 8  # experts of a token, beside the shared one
     expert_hidden: int = 2048
     expert_inner: int = 512
     gdn_key_heads: int = 16
@@ -92,12 +95,13 @@ class Widths:
         )
 
     def product(self, name: str) -> tuple[int, int]:
-        """Inner and outer size of a matrix of a layer, or of an expert."""
+        """Inner and outer size of a matrix of a layer."""
         heads = self.heads
         return {
             "qkv": (self.hidden, (heads.queries + 2 * heads.keys) * heads.dim),
             "out": (heads.queries * heads.dim, self.hidden),
             "down": (self.inner, self.hidden),
+            "router": (self.expert_hidden, self.experts),
         }[name]
 
     def expert_product(self, name: str) -> tuple[int, int]:
@@ -135,6 +139,12 @@ def _cases(op: str, points: Iterable[tuple[int, int]], variants: Iterable[str] =
     ]
 
 
+def _expert_cases(rows: Iterable[int]) -> list[Case]:
+    """What a layer of experts does to so many rows of one slot."""
+    points = [(1, count) for count in rows]
+    return [case for op, names in EXPERT_OPS.items() for case in _cases(op, points, names)]
+
+
 def default_table() -> list[Case]:
     """Few enough for one sitting: each op where it matters, one size varied at a time."""
     one_slot = [(1, nodes, 2048) for nodes in (1, 16, 64, 128, 257)]
@@ -150,7 +160,7 @@ def default_table() -> list[Case]:
     cases += _cases("topk_logsumexp", [(1, 64), (8, 64), (1, 257)])
     cases += _cases("tree_build", [(1, 64), (8, 64), (1, 257)])
     cases += _cases("tree_accept", [(1, 64), (32, 257)])
-    cases += _cases("grouped_matmul", [(1, 1), (1, 64)], EXPERT_PRODUCTS)
+    cases += _expert_cases((1, 16, 64, 128, 512))
     return cases + _cases("gdn_tree", [(1, 1), (1, 64), (4, 64)])
 
 
@@ -168,8 +178,7 @@ def full_table() -> list[Case]:
     cases += _cases("add_norm", points) + _cases("rotate_heads", points)
     cases += _cases("topk_logsumexp", drafting)
     cases += _cases("tree_build", drafting) + _cases("tree_accept", drafting)
-    # The definition takes a matrix for each row: more rows do not fit beside it.
-    cases += _cases("grouped_matmul", [(1, t) for t in nodes], EXPERT_PRODUCTS)
+    cases += _expert_cases((*nodes, 512))
     return cases + _cases("gdn_tree", points)
 
 

@@ -14,18 +14,21 @@ from real_shapes import spread_tile
 from ddtree_jax.tree import Tree, ancestor_mask
 from pallas_kernels import (
     add_norm,
+    choose_experts,
     gated_matmul,
     gdn_tree,
-    grouped_matmul,
+    grouped_down,
+    grouped_gate_up,
     rotate_heads,
     skinny_matmul,
+    sort_by_expert,
     topk_logsumexp,
     tree_accept,
     tree_attention,
     tree_build,
 )
 from pallas_kernels.gdn_tree import definition as gdn_definition
-from pallas_kernels.grouped_matmul import definition as grouped_definition
+from pallas_kernels.grouped_matmul import down_definition, gate_up_definition
 from pallas_kernels.skinny_matmul import MOST_ROWS
 
 _EPS = 1e-6
@@ -208,12 +211,12 @@ def gated_product(widths: Widths, case: Case) -> Problem:
     return Problem(arguments=arguments, op=gated_matmul, cost=cost)
 
 
-def product_parts(draw: Draw, widths: Widths, case: Case, product: str) -> jax.Array:
+def product_parts(draw: Draw, widths: Widths, case: Case, product: str, dtype=None) -> jax.Array:
     """Random parts, as many and of the dtype that `skinny_matmul` leaves on a GPU."""
     inner, outer = widths.product(product)
     few = case.slots * case.nodes <= MOST_ROWS
     parts = jax.eval_shape(
-        functools.partial(skinny_matmul, implementation="pallas" if few else "xla"),
+        functools.partial(skinny_matmul, dtype=dtype, implementation="pallas" if few else "xla"),
         jax.ShapeDtypeStruct((case.slots, case.nodes, inner), jnp.bfloat16),
         jax.ShapeDtypeStruct((inner, outer), jnp.bfloat16),
     )
@@ -277,25 +280,59 @@ def walk(widths: Widths, case: Case) -> Problem:
     return Problem(arguments=arguments, op=op, cost=moves, cold=False, tolerance=0.0)
 
 
+def chosen_ids(draw: Draw, widths: Widths, tokens: int) -> jax.Array:
+    """Every token takes its experts at random, which touches about as many as there can be, and
+    the shared one."""
+    chance = jax.random.uniform(draw.key(), (tokens, widths.experts))
+    ids = jax.lax.top_k(chance, widths.chosen)[1].astype(jnp.int32)
+    return jnp.concatenate([ids, jnp.full_like(ids[:, :1], widths.experts)], axis=1)
+
+
+def choice(widths: Widths, case: Case) -> Problem:
+    def arguments(draw: Draw) -> tuple:
+        parts = product_parts(draw, widths, case, "router", dtype=jnp.float32)
+        x = draw.normal(case.slots, case.nodes, widths.expert_hidden)
+        return parts, x, draw.normal(widths.expert_hidden, scale=widths.expert_hidden**-0.5)
+
+    op = functools.partial(choose_experts, count=widths.chosen, normalise=True)
+    return Problem(arguments=arguments, op=op, cost=moves, cold=False)
+
+
+def expert_order(widths: Widths, case: Case) -> Problem:
+    def arguments(draw: Draw) -> tuple:
+        return (chosen_ids(draw, widths, case.slots * case.nodes),)
+
+    op = functools.partial(sort_by_expert, experts=widths.experts + 1)
+    return Problem(arguments=arguments, op=op, cost=moves, cold=False, tolerance=0.0)
+
+
 def experts(widths: Widths, case: Case) -> Problem:
-    inner, outer = widths.expert_product(case.variant)
-    tokens = case.slots * case.nodes
+    (inner, outer), tokens = widths.expert_product(case.variant), case.slots * case.nodes
+    count, opens = widths.experts + 1, case.variant == "gate_up"
 
     def arguments(draw: Draw) -> tuple:
-        """Every token takes its experts at random, which touches about as many as there can be."""
-        rows = draw.normal(tokens * widths.chosen, inner)
-        kernels = draw.normal(widths.experts, inner, outer, scale=inner**-0.5)
-        chance = jax.random.uniform(draw.key(), (tokens, widths.experts))
-        taken = jax.lax.top_k(chance, widths.chosen)[1]
-        return rows, kernels, jnp.bincount(taken.ravel(), length=widths.experts).astype(jnp.int32)
+        ids = chosen_ids(draw, widths, tokens)
+        rows = draw.normal(*((tokens,) if opens else ids.shape), inner)
+        kernels = draw.normal(count, inner, outer, scale=inner**-0.5)
+        weight = () if opens else (jax.random.uniform(draw.key(), ids.shape),)
+        order = sort_by_expert(ids, experts=count, implementation="xla")
+        return rows, kernels, ids, *weight, order
 
     def cost(arguments: tuple, out: jax.Array) -> Cost:
-        rows, kernels, sizes = arguments
-        touched = int(jnp.sum(sizes > 0))
-        moved = size(rows, sizes, out) + touched * size(kernels) // widths.experts
-        return Cost(moved, 2 * rows.shape[0] * inner * outer)
+        rows, kernels, ids, *rest = arguments
+        touched = len(jnp.unique(ids))
+        moved = size(rows, ids, rest, out) + touched * size(kernels) // count
+        return Cost(moved, 2 * ids.size * inner * outer)
 
-    return Problem(arguments=arguments, op=grouped_matmul, cost=cost, definition=grouped_definition)
+    op, meaning = (
+        (grouped_gate_up, gate_up_definition) if opens else (grouped_down, down_definition)
+    )
+    return Problem(
+        arguments=arguments,
+        op=functools.partial(op, shared=True),
+        cost=cost,
+        definition=lambda *arguments: meaning(*arguments[:-1]),
+    )
 
 
 def delta_net(widths: Widths, case: Case) -> Problem:
@@ -334,6 +371,8 @@ PROBLEMS: dict[str, Callable[[Widths, Case], Problem]] = {
     "topk_logsumexp": candidates,
     "tree_build": growth,
     "tree_accept": walk,
+    "choose_experts": choice,
+    "sort_by_expert": expert_order,
     "grouped_matmul": experts,
     "gdn_tree": delta_net,
 }

@@ -32,23 +32,26 @@ def expected_experts(moe: MoEConfig, tokens: int) -> float:
 
 
 def count_experts(pair: Pair, plan: RoundPlan, state: DecodeState) -> float:
-    """Distinct experts a layer in the round that `state` is about to run, mean over layers.
+    """Distinct experts that rows chose in a layer of the round that `state` is about to run, mean
+    over layers; a shared one is not counted.
 
     Costs the compilation of one more round, without a search for the fastest products.
     """
     chosen: list[jax.Array] = []
-    choose, count = MoE.choose, pair.target.moe.num_experts
+    choose, moe = MoE.choose, pair.target.moe
 
     def recorded(self: MoE, *args, **options) -> tuple[jax.Array, jax.Array]:
         weight, index = choose(self, *args, **options)
-        chosen.append(index.reshape(-1))
+        chosen.append(index[..., : moe.chosen_count].reshape(-1))
         return weight, index
 
     def counts(target_leaves: Leaves, draft_leaves: Leaves, state: DecodeState) -> jax.Array:
         target, draft = pair.structures
         drafter = draft.merge(draft_leaves) if plan.drafts else None
         run_round(target.merge(target_leaves), drafter, state, plan=plan, mode="greedy")
-        reached = jnp.stack([jnp.zeros((count,), bool).at[index].set(True) for index in chosen])
+        reached = jnp.stack(
+            [jnp.zeros((moe.num_experts,), bool).at[index].set(True) for index in chosen]
+        )
         return jnp.sum(reached, axis=1)
 
     draft_leaves = pair.leaves[1] if plan.drafts else ()
@@ -85,12 +88,13 @@ def state_and_stash_bytes(pair: Pair, plan: RoundPlan) -> tuple[int, int]:
 def _target_weights(pair: Pair, experts: float | None) -> tuple[int, float]:
     """(bytes read, products a row). The embedding is gathered by row; tied, it is the head."""
     moe, read, products = pair.target.moe, 0.0, 0.0
+    shared = moe is not None and moe.has_shared  # among the experts, and always read
     for name, leaf in zip(leaf_names(pair.structures[0]), pair.leaves[0], strict=True):
         if name == "embedding" and not pair.target.tie_embeddings:
             continue
         of_experts = leaf.ndim == 3
-        read += bytes_of(leaf) * (experts / moe.num_experts if of_experts else 1)
-        products += leaf.size * (moe.chosen_count / moe.num_experts if of_experts else 1)
+        read += bytes_of(leaf) * ((experts + shared) / leaf.shape[0] if of_experts else 1)
+        products += leaf.size * ((moe.chosen_count + shared) / leaf.shape[0] if of_experts else 1)
     return read, products
 
 

@@ -97,7 +97,7 @@ def test_settings_of_the_hybrid_and_the_experts(tmp_path):
         conv_width=4,
     )
     assert config.moe == MoEConfig(
-        num_experts=8, chosen_count=3, expert_size=48, shared_size=32, normalise=True
+        num_experts=8, chosen_count=3, expert_size=48, shared_size=48, normalise=True
     )
     assert (config.attention_layers, config.recurrent_layers) == ((3,), (0, 1, 2))
     assert config.eos_token_ids == (7,) and not config.mtp
@@ -126,6 +126,24 @@ def test_gates_and_queries_come_apart(expected, tmp_path):
     np.testing.assert_array_equal(got[:, 384:768], rows[:, 1].reshape(384, 64).T)
     conv = tensors["model.layers.0.linear_attn.conv1d.weight"]
     np.testing.assert_array_equal(params["layers.0.gdn.conv"], conv[:, 0].T)
+
+
+def test_the_shared_expert_is_the_last_one(expected):
+    _, params = expected["qwen3_5_moe"]
+    config = tiny_hybrid.text_config("qwen3_5_moe")
+    tensors = tiny_hybrid.tensors_of(np.random.default_rng(0), config)
+    mlp = "model.layers.2.mlp."
+    for name, parts in (("gate_up", ("gate", "up")), ("down", ("down",))):
+        got = params[f"layers.2.mlp.{name}"]
+        experts = tensors[f"{mlp}experts.{name}_proj"]
+        np.testing.assert_array_equal(got[:8], experts.swapaxes(1, 2))
+        shared = [tensors[f"{mlp}shared_expert.{part}_proj.weight"] for part in parts]
+        np.testing.assert_array_equal(got[8], np.concatenate(shared).T)
+
+
+def test_a_shared_expert_has_the_width_of_the_others():
+    with pytest.raises(ValueError, match="`shared_size` must be None or .* 48, got 32"):
+        MoEConfig(num_experts=8, chosen_count=3, expert_size=48, shared_size=32, normalise=True)
 
 
 @pytest.mark.parametrize("family", HYBRIDS)
@@ -206,6 +224,11 @@ def test_missing_and_unexpected_tensors_are_named(tmp_path, drop, add, message):
         ("qwen3_5", {"linear_num_key_heads": 4}, "`num_value_heads`.*multiple"),
         ("qwen3_5", {"linear_conv_kernel_dim": ...}, "no `linear_conv_kernel_dim`"),
         ("qwen3_5", {"architectures": ["Qwen3NextForCausalLM"]}, "'Qwen3NextForCausalLM' is not"),
+        (
+            "qwen3_5_moe",
+            {"shared_expert_intermediate_size": 32},
+            "`shared_expert_intermediate_size` must be `moe_intermediate_size` 48, got 32",
+        ),
         ("qwen3_moe", {"norm_topk_prob": ...}, "no `norm_topk_prob`"),
         ("qwen3_moe", {"num_experts": ...}, "one of `num_experts` and"),
         ("qwen3_moe", {"num_local_experts": 4}, r"got \[4, 8\]"),

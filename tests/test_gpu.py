@@ -11,14 +11,19 @@ import pytest
 from ddtree_jax import LLM, SamplingParams
 from pallas_kernels import (
     add_norm,
+    choose_experts,
     gated_matmul,
+    grouped_down,
+    grouped_gate_up,
     rotate_heads,
     skinny_matmul,
+    sort_by_expert,
     topk_logsumexp,
     tree_accept,
     tree_attention,
     tree_build,
 )
+from pallas_kernels.grouped_matmul import down_definition, gate_up_definition
 
 pytestmark = pytest.mark.gpu
 
@@ -170,6 +175,41 @@ def test_layer_kernels_are_their_definitions(rows):
         )
         error = jnp.linalg.norm(ours - theirs) / jnp.linalg.norm(theirs)
         assert float(error) < 1e-2, name
+
+
+# One row, places, experts of 16 rows and of 64, at the sizes of Qwen3.6-35B-A3B.
+@pytest.mark.parametrize("rows", [1, 2, 16, 64, 100, 512])
+@pytest.mark.parametrize("shared", [True, False])
+def test_experts_are_their_definitions(rows, shared):
+    rng = np.random.default_rng(rows)
+    count = 256 + shared
+    x, parts = normal(rng, 1, rows, 2048), normal(rng, 4, 1, rows, 256, dtype=jnp.float32)
+    parts = parts.at[:, :, ::2, 100:].set(parts[:, :, ::2, 99:100])  # ties
+    gate = normal(rng, 2048) / 45 if shared else None
+    gate_up = normal(rng, count, 2048, 1024) / 45
+    down = normal(rng, count, 512, 2048) / 23
+
+    def run(kernels):
+        weight, ids = choose_experts(
+            parts, x, gate, count=8, normalise=True, implementation=kernels
+        )
+        weight, ids = weight[0], ids[0]
+        order = sort_by_expert(ids, experts=count, implementation=kernels)
+        if kernels == "xla":
+            gated = gate_up_definition(x[0], gate_up, ids)
+            return (ids, *order), (weight, gated, down_definition(gated, down, ids, weight))
+        options = {"shared": shared, "implementation": kernels}
+        gated = grouped_gate_up(x[0], gate_up, ids, order, **options)
+        answer = grouped_down(gated, down, ids, weight, order, **options)
+        return (ids, *order), (weight, gated, answer)
+
+    run = jax.jit(run, static_argnums=0)
+    (numbers, ours), (expected, theirs) = (run(kernels) for kernels in ("pallas", "xla"))
+    for number, wanted in zip(numbers, expected, strict=True):
+        np.testing.assert_array_equal(number, wanted)
+    for our, their in zip(ours, theirs, strict=True):
+        our, their = our.astype(jnp.float32), their.astype(jnp.float32)
+        assert float(jnp.linalg.norm(our - their) / jnp.linalg.norm(their)) < 1e-2
 
 
 PROMPTS = ["def fibonacci(n):\n", "import os\n\n\ndef walk(folder):\n", "class Stack:\n"]

@@ -1,46 +1,61 @@
-"""Experts: counted places are a stable sort, and a row's answer depends on that row alone."""
+"""Experts: a weighted sum over the chosen, and a row's answer depends on that row alone."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from hybrid import target_of
 
-from ddtree_jax.models.moe import places_by_group
+FAMILIES = ("qwen3_moe", "qwen3_5_moe")
+IMPLEMENTATIONS = ("xla", "pallas")
 
 
-@pytest.mark.parametrize("groups", [1, 5, 40])
-def test_places_are_those_of_a_stable_sort(groups):
-    group = np.random.default_rng(groups).integers(0, groups, 70).astype(np.int32)
-    place, sizes = jax.jit(places_by_group, static_argnums=1)(jnp.asarray(group), groups)
-    np.testing.assert_array_equal(place, np.argsort(np.argsort(group, kind="stable")))
-    np.testing.assert_array_equal(sizes, np.bincount(group, minlength=groups))
+def answer(experts, rows, kernels):
+    """[B, R, D]."""
+    return jnp.sum(experts(rows, kernels), axis=0)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_moe"])
-def test_a_row_alone_gets_the_same_answer(family):
+@pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_row_alone_gets_the_same_answer(family, kernels):
     experts = target_of(family).layers[0].mlp
     rows = jnp.asarray(np.random.default_rng(0).normal(size=(2, 9, 64)), jnp.float32)
-    together = experts(rows, None)[0]
+    together = answer(experts, rows, kernels)
     for slot, row in ((0, 0), (1, 8)):
-        alone = experts(rows[slot : slot + 1, row : row + 1], None)[0]
-        np.testing.assert_allclose(together[slot, row], alone[0, 0], atol=1e-6)
+        alone = answer(experts, rows[slot : slot + 1, row : row + 1], kernels)
+        np.testing.assert_allclose(together[slot, row], alone[0, 0], atol=2e-6)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_moe"])
-def test_experts_are_a_weighted_sum_over_the_chosen(family):
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_row_has_the_same_bits_whatever_the_others_are(family, dtype):
+    experts = target_of(family).layers[0].mlp
+    rng = np.random.default_rng(2)
+    rows = jnp.asarray(rng.normal(size=(1, 11, 64)), dtype)
+    others = jnp.asarray(rng.normal(size=(1, 11, 64)), dtype).at[0, 5].set(rows[0, 5])
+    graph, params = nnx.split(experts)
+    experts = nnx.merge(graph, jax.tree.map(lambda leaf: leaf.astype(dtype), params))
+    run = jax.jit(lambda rows: experts(rows, "pallas"))
+    np.testing.assert_array_equal(run(rows)[:, 0, 5], run(others)[:, 0, 5])
+
+
+@pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_experts_are_a_weighted_sum_over_the_chosen(family, kernels):
     experts = target_of(family).layers[0].mlp
     row = np.random.default_rng(1).normal(size=64).astype(np.float32)
-    weight, index = experts.choose(jnp.asarray(row)[None, None])
+    weight, index = (np.asarray(a)[0, 0] for a in experts.choose(jnp.asarray(row)[None, None]))
     expected = np.zeros(64)
-    for share, expert in zip(np.asarray(weight)[0, 0], np.asarray(index)[0, 0], strict=True):
+    for share, expert in zip(weight, index, strict=True):
         gate, up = np.split(row @ np.asarray(experts.gate_up[...][expert]), 2)
         expected += share * (
             gate / (1 + np.exp(-gate)) * up @ np.asarray(experts.down[...][expert])
         )
+    np.testing.assert_allclose(weight[:3].sum(), 1, rtol=1e-6)
     if family == "qwen3_5_moe":
+        assert index[3] == 8
         gate = 1 / (1 + np.exp(-row @ np.asarray(experts.shared_gate[...])))
-        expected += gate * np.asarray(experts.shared(jnp.asarray(row)[None, None], None))[0, 0, 0]
-    np.testing.assert_allclose(
-        experts(jnp.asarray(row)[None, None], None)[0, 0, 0], expected, atol=1e-5
-    )
+        np.testing.assert_allclose(weight[3:], gate, rtol=1e-5)
+    got = answer(experts, jnp.asarray(row)[None, None], kernels)[0, 0]
+    np.testing.assert_allclose(got, expected, atol=1e-5)

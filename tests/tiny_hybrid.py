@@ -51,7 +51,7 @@ def text_config(family: str, *, generation: int = 5, **changes: Any) -> dict[str
         name = "Qwen3_5MoeForCausalLM" if experts else "Qwen3_5ForCausalLM"
         config |= {"architectures": [name], "model_type": f"{family}_text"}
         if experts:
-            config |= {"shared_expert_intermediate_size": 32}
+            config |= {"shared_expert_intermediate_size": 48}
         if generation == 5:
             config["layer_types"] = ["linear_attention"] * 3 + ["full_attention"]
             rope |= {"partial_rotary_factor": 0.25, "mrope_section": [3, 3, 2]}

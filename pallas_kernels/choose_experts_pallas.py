@@ -1,0 +1,128 @@
+"""Pallas GPU kernel of `choose_experts`: one launch, a program of one warp a row.
+
+One warp, so that the maxima that the choice waits for stay inside it.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+
+from pallas_kernels import dispatch
+
+_MOST_LANES = 2048
+_DOT_LANES = 1024
+
+
+def unsupported(dtype: jnp.dtype, experts: int) -> str | None:
+    """Why the kernel cannot take these arguments, or None."""
+    if dtype not in (jnp.bfloat16, jnp.float32):
+        return f"it takes bfloat16 and float32, got {jnp.dtype(dtype).name}"
+    if experts > _MOST_LANES:
+        return f"it holds the shares of at most {_MOST_LANES} experts in registers, got {experts}"
+    return None
+
+
+def _dot(x_ref, gate_ref) -> jax.Array:
+    """x . gate of the program's row, in float32."""
+    size = x_ref.shape[1]
+    lanes = min(_DOT_LANES, dispatch.lanes_for(size))
+    total = jnp.zeros((lanes,), jnp.float32)
+    for first in range(0, size, lanes):
+        lane = first + jax.lax.iota(jnp.int32, lanes)
+        x, gate = (
+            pltriton.load(ref, mask=lane < size, other=0.0).astype(jnp.float32)
+            for ref in (x_ref.at[0, lane], gate_ref.at[lane])
+        )
+        total = total + x * gate
+    return jnp.sum(total)
+
+
+def _choose_kernel(
+    parts_ref,  # [P, 1, E]
+    x_ref,  # [1, D]
+    gate_ref,  # [D]
+    weight_ref,  # float32 [1, K], out
+    index_ref,  # int32 [1, K], out
+    *,
+    count: int,
+    normalise: bool,
+):
+    parts, _, experts = parts_ref.shape
+    chosen, dtype = weight_ref.shape[1], x_ref.dtype
+    lane = jax.lax.iota(jnp.int32, dispatch.lanes_for(experts))
+    inside = lane < experts
+    logit = jnp.zeros(lane.shape, jnp.float32)
+    for part in range(parts):
+        value = pltriton.load(parts_ref.at[part, 0, lane], mask=inside, other=0.0)
+        logit = logit + value.astype(jnp.float32)
+    # Early: behind the choice the latency of its loads would show.
+    gate_logit = _dot(x_ref, gate_ref) if chosen > count else None
+    logit = jnp.where(inside, logit, -jnp.inf)
+    share = jnp.exp(logit - jnp.max(logit))
+    share = share / jnp.sum(share)
+    # No share is negative, so its bits compare as it does, and a NaN still is chosen but once.
+    bits = jax.lax.bitcast_convert_type(share, jnp.int32) & 0x7FFFFFFF
+    bits = jnp.where(inside, bits, -1)
+    slot = jax.lax.iota(jnp.int32, dispatch.lanes_for(chosen))
+
+    def choose(number, state):
+        bits, weight, index = state
+        best = jnp.max(bits)
+        first = jnp.min(jnp.where(bits == best, lane, experts))
+        weight, index = (
+            jnp.where(slot == number, one, many) for one, many in ((best, weight), (first, index))
+        )
+        return jnp.where(lane == first, -1, bits), weight, index
+
+    none = jnp.zeros(slot.shape, jnp.int32)
+    _, weight, index = jax.lax.fori_loop(0, count, choose, (bits, none, none))
+    weight = jax.lax.bitcast_convert_type(weight, jnp.float32)
+    if normalise:
+        weight = weight / jnp.sum(weight)
+    if gate_logit is not None:
+        rounded = jnp.full(slot.shape, gate_logit).astype(dtype).astype(jnp.float32)
+        weight = jnp.where(slot == count, jax.lax.logistic(rounded), weight)
+        index = jnp.where(slot == count, experts, index)
+    weight = weight.astype(dtype).astype(jnp.float32)
+    pltriton.store(weight_ref.at[0, slot], weight, mask=slot < chosen)
+    pltriton.store(index_ref.at[0, slot], index, mask=slot < chosen)
+
+
+@dispatch.lowered_once
+def choose_experts(
+    parts: jax.Array,
+    x: jax.Array,
+    shared_gate: jax.Array | None,
+    *,
+    count: int,
+    normalise: bool,
+    interpret: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """Weights and ids, each [B, R, K], as `choose_experts.definition` gives them."""
+    part_count, slots, slot_rows, experts = parts.shape
+    size, rows = x.shape[2], slots * slot_rows
+    chosen = count if shared_gate is None else count + 1
+    row = pl.BlockSpec((1, chosen), lambda i: (i, 0))
+    weight, index = pl.pallas_call(
+        functools.partial(_choose_kernel, count=count, normalise=normalise),
+        grid=(rows,),
+        in_specs=[
+            pl.BlockSpec((part_count, 1, experts), lambda i: (0, i, 0)),
+            pl.BlockSpec((1, size), lambda i: (i, 0)),
+            pl.BlockSpec((size,), lambda i: (0,)),
+        ],
+        out_specs=[row, row],
+        out_shape=[jax.ShapeDtypeStruct((rows, chosen), t) for t in (jnp.float32, jnp.int32)],
+        compiler_params=pltriton.CompilerParams(num_warps=1, num_stages=1),
+        interpret=interpret,
+        name="choose_experts",
+    )(
+        parts.reshape(part_count, rows, experts),
+        x.reshape(rows, size),
+        # Without a shared expert nothing reads a gate, and any array stands in for it.
+        x.reshape(-1) if shared_gate is None else shared_gate,
+    )
+    return tuple(out.reshape(slots, slot_rows, chosen) for out in (weight, index))
