@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from ddtree_jax.config import HybridConfig, TargetConfig
-from ddtree_jax.models.gdn import GdnRows, convolve
+from ddtree_jax.models.gdn import GdnRows, heads_of
 from ddtree_jax.tree import Tree
 from pallas_kernels import gdn_chunk, gdn_commit, gdn_tree
 
@@ -78,19 +78,19 @@ class TreeRecurrence:
         self.stash: list[Stash] = []
         self._config, self._state, self._visible = config, state, visible
         self._window = tree_window(tree, config.conv_width)
-        self._settings = {"max_depth": max_depth, "implementation": implementation}
+        self._max_depth, self._implementation = max_depth, implementation
 
     def __call__(self, number: int, rows: GdnRows) -> Float[Array, "B T Hv Dv"]:
-        heads = convolve(self._config, rows, self._state.conv[number], self._window)
+        before = self._state.conv[number]
+        heads = heads_of(self._config, rows, before, self._window, self._implementation)
         nodes = gdn_tree(
-            *heads,
-            rows.log_decay,
-            rows.beta,
+            *heads[:5],
             self._state.matrix[number],
             self._visible,
-            **self._settings,
+            max_depth=self._max_depth,
+            implementation=self._implementation,
         )
-        self.stash.append(Stash(rows.mixed, heads.key, nodes.update, rows.log_decay))
+        self.stash.append(Stash(heads.mixed, heads.key, nodes.update, heads.log_decay))
         return nodes.out
 
 
@@ -163,10 +163,10 @@ class ChunkRecurrence:
         before, matrix = (
             self._of_slot(part[number]) for part in (self._state.conv, self._state.matrix)
         )
-        heads = convolve(self._config, rows, before, self._window)
-        out, matrix = gdn_chunk(*heads, rows.log_decay, rows.beta, matrix, self._count)
+        heads = heads_of(self._config, rows, before, self._window)
+        out, matrix = gdn_chunk(*heads[:5], matrix, self._count)
         self._matrix.append(matrix)
-        self._conv.append(_last_inputs(before, rows.mixed, self._path, self._count))
+        self._conv.append(_last_inputs(before, heads.mixed, self._path, self._count))
         return out
 
     def _of_slot(self, part: Array) -> Array:
