@@ -17,8 +17,9 @@ from jax.experimental.pallas import triton as pltriton
 from pallas_kernels import dispatch
 from pallas_kernels.dispatch import dot, spread
 
-_PROGRAMS = 256  # with work for each: fewer draw less than the whole memory rate
-_STAGE_BYTES = 24576  # of rows and weights at most, a step of the loop
+_FEW = 16  # choices
+# Of rows and weights at most, a step of the loop: with many programs, and with few.
+_STAGE_BYTES = (24576, 36864)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,13 +42,13 @@ class Config:
 def default_config(
     entries: int, experts: int, inner: int, outer: int, itemsize: int, *, halves: int
 ) -> Config:
-    """A sound choice from shapes alone. halves: matrices that a program reads of an expert."""
-    columns = dispatch.divisor(outer, 64)
-    # Narrow where few experts can have rows; below 64 bytes a row of weights is read badly.
-    while halves == 2 and columns > 32 and min(entries, experts) * (outer // columns) < _PROGRAMS:
-        columns //= 2
+    """Measured on an H200 at Qwen3.6-35B-A3B (scripts/results/kernel_log.md). halves: matrices
+    that a program reads of an expert."""
     rows = 64 if entries > 16 * experts else 16
-    most = _STAGE_BYTES // ((rows + halves * columns) * itemsize)
+    # A program reads 128 columns at a time where few programs must draw the memory rate.
+    few = entries <= _FEW
+    columns = dispatch.divisor(outer, 128 // halves if few else 64)
+    most = _STAGE_BYTES[few] // ((rows + halves * columns) * itemsize)
     block = 1 << (min(most, 128).bit_length() - 1)
     return Config(tile_rows=rows, tile_columns=columns, block_inner=dispatch.divisor(inner, block))
 
