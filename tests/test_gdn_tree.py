@@ -43,6 +43,7 @@ CASES = {
     "correlated_keys": Case(nodes=64, key_dim=64, correlated=True),
     "correlated_chain": Case(nodes=40, levels=99, correlated=True),
     "bfloat16": Case(slots=2, nodes=33, key_dim=64, heads=2, dtype=jnp.bfloat16),
+    "bfloat16_correlated": Case(nodes=70, key_dim=64, correlated=True, dtype=jnp.bfloat16),
     "large_padded": Case(nodes=257, padding=37, heads=1),
 }
 
