@@ -41,8 +41,7 @@ class ZeroCentredNorm(nnx.Module):
 class GatedAttention(nnx.Module):
     """Grouped-query attention whose output is multiplied by a sigmoid gate, head by head.
 
-    As many dims of a head rotate as cos and sin have angles for. Columns of `qkv`: query, gate,
-    key, value.
+    The first dims of a head rotate, two by each angle. Columns of `qkv`: query, gate, key, value.
     """
 
     def __init__(self, config: TargetConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
