@@ -9,15 +9,20 @@ from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels import dispatch
 
-_ROWS = 8
+_MOST_ROWS = 8
+_ENTRIES = 1024  # of a program's tile, 32 a thread
+_MOST_PIECES = 16  # of a head
 
 
-def unsupported(dtype: jnp.dtype, head_dim: int) -> str | None:
+def unsupported(dtype: jnp.dtype, head_dim: int, pairs: int) -> str | None:
     """Why the kernel cannot take these arguments, or None."""
     if dtype not in (jnp.bfloat16, jnp.float32):
         return f"it takes bfloat16 and float32, got {jnp.dtype(dtype).name}"
     if not 16 <= head_dim <= 512 or head_dim & (head_dim - 1):
         return f"the head dim must be a power of two from 16 to 512, got H={head_dim}"
+    if pairs & (pairs - 1) or pairs * _MOST_PIECES < head_dim:
+        least = head_dim // _MOST_PIECES
+        return f"the pairs must be a power of two, at least {least} of H={head_dim}, got {pairs}"
     return None
 
 
@@ -25,26 +30,30 @@ def _rotate_kernel(
     parts_ref,  # [P, rows, C]
     query_scale_ref,  # [H]
     key_scale_ref,  # [H]
-    cos_ref,  # [rows, H / 2]
-    sin_ref,  # [rows, H / 2]
+    cos_ref,  # [rows, pairs]
+    sin_ref,  # [rows, pairs]
     query_ref,  # [rows, N, H], out
     key_ref,  # [rows, K, H], out
     value_ref,  # [rows, K, H], out
+    gate_ref=None,  # [rows, N, H], out
     *,
     tile_rows: int,
     eps: float,
+    centred: bool,
 ):
     rows, queries, head_dim = query_ref.shape
-    keys, half, dtype = key_ref.shape[1], head_dim // 2, query_ref.dtype
+    keys, pairs, dtype = key_ref.shape[1], cos_ref.shape[1], query_ref.dtype
+    first_key = queries if gate_ref is None else 2 * queries
     head = pl.program_id(1)
-    shape = (tile_rows, half)
+    # A head lies in pieces of one shape: the two that rotate into each other, and the rest.
+    starts, shape = range(0, head_dim, pairs), (tile_rows, pairs)
     row = pl.program_id(0) * tile_rows + jax.lax.iota(jnp.int32, tile_rows)
     row = dispatch.spread(row, shape, 0)
-    lane = dispatch.spread(jax.lax.iota(jnp.int32, half), shape, 1)
+    lane = dispatch.spread(jax.lax.iota(jnp.int32, pairs), shape, 1)
     inside = row < rows
 
-    def load_half(offset):
-        column = head * head_dim + offset + lane
+    def load_piece(start):
+        column = head * head_dim + start + lane
         total = jnp.zeros(shape, jnp.float32)
         for part in range(parts_ref.shape[0]):
             value = pltriton.load(parts_ref.at[part, row, column], mask=inside, other=0.0)
@@ -52,37 +61,48 @@ def _rotate_kernel(
         return total.astype(dtype).astype(jnp.float32)
 
     # All loads come first: behind the reduction their latency would show.
-    first, second = load_half(0), load_half(half)
+    pieces = [load_piece(start) for start in starts]
     cos = pltriton.load(cos_ref.at[row, lane], mask=inside, other=0.0).astype(jnp.float32)
     sin = pltriton.load(sin_ref.at[row, lane], mask=inside, other=0.0).astype(jnp.float32)
 
-    def store(ref, index, one, two):
-        pltriton.store(ref.at[row, index, lane], one.astype(dtype), mask=inside)
-        pltriton.store(ref.at[row, index, half + lane], two.astype(dtype), mask=inside)
+    def store(ref, index, pieces):
+        for start, piece in zip(starts, pieces, strict=True):
+            pltriton.store(ref.at[row, index, start + lane], piece.astype(dtype), mask=inside)
 
     def store_turned(ref, index, scale_ref):
-        square = jnp.sum(first * first, axis=1) + jnp.sum(second * second, axis=1)
+        scales = [scale_ref[pl.ds(start, pairs)].astype(jnp.float32) for start in starts]
+        square = functools.reduce(jnp.add, [piece * piece for piece in pieces])
+        square = jnp.sum(square, axis=1)
         scaling = dispatch.spread(jax.lax.rsqrt(square / head_dim + eps), shape, 0)
 
-        def normed(x, offset):
-            scale = scale_ref[pl.ds(offset, half)].astype(jnp.float32)
-            x = (x * scaling).astype(dtype).astype(jnp.float32)
-            return (x * dispatch.spread(scale, shape, 1)).astype(dtype).astype(jnp.float32)
+        def normed(piece, scale):
+            unit, scale = piece * scaling, dispatch.spread(scale, shape, 1)
+            if centred:
+                scale = 1.0 + scale
+            else:
+                unit = unit.astype(dtype).astype(jnp.float32)
+            return (unit * scale).astype(dtype).astype(jnp.float32)
 
-        one, two = normed(first, 0), normed(second, half)
-        store(ref, index, one * cos - two * sin, two * cos + one * sin)
+        one, two, *rest = map(normed, pieces, scales)
+        store(ref, index, [one * cos - two * sin, two * cos + one * sin, *rest])
 
     @pl.when(head < queries)
     def _():
         store_turned(query_ref, head, query_scale_ref)
 
-    @pl.when((head >= queries) & (head < queries + keys))
-    def _():
-        store_turned(key_ref, head - queries, key_scale_ref)
+    if gate_ref is not None:
 
-    @pl.when(head >= queries + keys)
+        @pl.when((head >= queries) & (head < first_key))
+        def _():
+            store(gate_ref, head - queries, map(jax.nn.sigmoid, pieces))
+
+    @pl.when((head >= first_key) & (head < first_key + keys))
     def _():
-        store(value_ref, head - queries - keys, first, second)
+        store_turned(key_ref, head - first_key, key_scale_ref)
+
+    @pl.when(head >= first_key + keys)
+    def _():
+        store(value_ref, head - first_key - keys, pieces)
 
 
 @dispatch.lowered_once
@@ -95,21 +115,26 @@ def rotate_heads(
     *,
     num_kv_heads: int,
     eps: float,
+    centred: bool,
+    gated: bool,
     interpret: bool,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Query [B, R, N, H], key and value [B, R, K, H] as `rotate_heads.definition` gives them."""
+) -> tuple[jax.Array, ...]:
+    """The fields of `Heads`, as `rotate_heads.definition` gives them; `gate` if gated only."""
     part_count, slots, slot_rows, columns = parts.shape
     head_dim, rows = query_scale.shape[0], slots * slot_rows
     heads = columns // head_dim
-    tile_rows = min(_ROWS, dispatch.next_power_of_two(rows))
+    tile_rows = min(_MOST_ROWS, _ENTRIES // head_dim, dispatch.next_power_of_two(rows))
     counts = (heads - 2 * num_kv_heads, num_kv_heads, num_kv_heads)
+    if gated:
+        queries = counts[0] // 2
+        counts = (queries, num_kv_heads, num_kv_heads, queries)
 
     def whole(*shape: int) -> pl.BlockSpec:
         return pl.BlockSpec(shape, lambda i, j: (0,) * len(shape))
 
-    table = (rows, head_dim // 2)
+    table = (rows, cos.shape[2])
     out = pl.pallas_call(
-        functools.partial(_rotate_kernel, tile_rows=tile_rows, eps=eps),
+        functools.partial(_rotate_kernel, tile_rows=tile_rows, eps=eps, centred=centred),
         grid=(dispatch.ceil_div(rows, tile_rows), heads),
         in_specs=[
             whole(part_count, rows, columns),

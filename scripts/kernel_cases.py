@@ -25,6 +25,7 @@ IMPLEMENTATIONS = {op: ("xla", "pallas") for op in OPS}
 IMPLEMENTATIONS["tree_attention"] = ("xla", "einsum", "pallas")
 DEPTHS = 15  # of a DFlash block of 16
 PRODUCTS = ("qkv", "out", "down")
+ROTATIONS = ("", "gated")
 EXPERT_PRODUCTS = ("gate_up", "down")  # `grouped_gate_up` and `grouped_down`
 EXPERT_OPS = {"choose_experts": ("",), "sort_by_expert": ("",), "grouped_matmul": EXPERT_PRODUCTS}
 
@@ -68,8 +69,8 @@ class Case:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Widths:
-    """What a shape of `--shape` means. Experts and Gated DeltaNet are those of the newer targets,
-    Qwen3.6-35B-A3B and 27B, beside either dense model."""
+    """What a shape of `--shape` means. Experts, and gated attention and Gated DeltaNet, are those
+    of the newer targets, Qwen3.6-35B-A3B and 27B, beside either dense model."""
 
     hidden: int
     inner: int
@@ -79,6 +80,9 @@ class Widths:
     chosen: int = 8  # experts of a token, beside the shared one
     expert_hidden: int = 2048
     expert_inner: int = 512
+    gated_hidden: int = 5120
+    gated_heads: Heads = HEADS["qwen3.6-27b"]
+    rotary_dim: int = 64  # of a gated head
     gdn_key_heads: int = 16
     gdn_heads: int = 48
     gdn_dim: int = 128
@@ -96,9 +100,10 @@ class Widths:
 
     def product(self, name: str) -> tuple[int, int]:
         """Inner and outer size of a matrix of a layer."""
-        heads = self.heads
+        heads, gated = self.heads, self.gated_heads
         return {
             "qkv": (self.hidden, (heads.queries + 2 * heads.keys) * heads.dim),
+            "gated_qkv": (self.gated_hidden, 2 * (gated.queries + gated.keys) * gated.dim),
             "out": (heads.queries * heads.dim, self.hidden),
             "down": (self.inner, self.hidden),
             "router": (self.expert_hidden, self.experts),
@@ -116,6 +121,9 @@ _TINY = {
     "chosen": 2,
     "expert_hidden": 64,
     "expert_inner": 32,
+    "gated_hidden": 64,
+    "gated_heads": Heads(2, 1, 32),
+    "rotary_dim": 8,
     "gdn_key_heads": 1,
     "gdn_heads": 2,
     "gdn_dim": 16,
@@ -156,7 +164,7 @@ def default_table() -> list[Case]:
     cases += _cases("skinny_matmul", [(1, 1), (1, 64)], PRODUCTS)
     cases += _cases("gated_matmul", [(1, 1), (1, 64), (1, 128)])
     cases += _cases("add_norm", [(1, 64), (8, 64)])
-    cases += _cases("rotate_heads", [(1, 64), (8, 64)])
+    cases += _cases("rotate_heads", [(1, 64), (8, 64)], ROTATIONS)
     cases += _cases("topk_logsumexp", [(1, 64), (8, 64), (1, 257)])
     cases += _cases("tree_build", [(1, 64), (8, 64), (1, 257)])
     cases += _cases("tree_accept", [(1, 64), (32, 257)])
@@ -175,7 +183,7 @@ def full_table() -> list[Case]:
     drafting = [(b, t) for b, t in points if t > 1]
     cases += _cases("skinny_matmul", points, PRODUCTS)
     cases += _cases("gated_matmul", points)
-    cases += _cases("add_norm", points) + _cases("rotate_heads", points)
+    cases += _cases("add_norm", points) + _cases("rotate_heads", points, ROTATIONS)
     cases += _cases("topk_logsumexp", drafting)
     cases += _cases("tree_build", drafting) + _cases("tree_accept", drafting)
     cases += _expert_cases((*nodes, 512))

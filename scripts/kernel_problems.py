@@ -234,16 +234,21 @@ def residual(widths: Widths, case: Case) -> Problem:
 
 
 def rotation(widths: Widths, case: Case) -> Problem:
-    dim = widths.heads.dim
+    gated = case.variant == "gated"
+    heads = widths.gated_heads if gated else widths.heads
+    rotary = widths.rotary_dim if gated else heads.dim
 
     def arguments(draw: Draw) -> tuple:
-        parts = product_parts(draw, widths, case, "qkv")
-        scales = [1.0 + draw.normal(dim, scale=0.1) for _ in range(2)]
-        angle = draw.normal(case.slots, case.nodes, dim // 2, dtype=jnp.float32, scale=100.0)
+        parts = product_parts(draw, widths, case, "gated_qkv" if gated else "qkv")
+        centre = 0.0 if gated else 1.0
+        scales = [centre + draw.normal(heads.dim, scale=0.1) for _ in range(2)]
+        angle = draw.normal(case.slots, case.nodes, rotary // 2, dtype=jnp.float32, scale=100.0)
         tables = [turn(angle).astype(jnp.bfloat16) for turn in (jnp.cos, jnp.sin)]
         return parts, *scales, *tables
 
-    op = functools.partial(rotate_heads, num_kv_heads=widths.heads.keys, eps=_EPS)
+    op = functools.partial(
+        rotate_heads, num_kv_heads=heads.keys, eps=_EPS, centred=gated, gated=gated
+    )
     return Problem(arguments=arguments, op=op, cost=moves, cold=False)
 
 

@@ -171,6 +171,13 @@ def test_layer_kernels_are_their_definitions(rows):
             rotate_heads(
                 skinny_matmul(x, kernel, implementation=i),
                 scale, scale, table, table, num_kv_heads=8, eps=1e-6, implementation=i,
+            )[:3],
+            axis=2,
+        ),
+        "gated heads": lambda i: jnp.concatenate(
+            rotate_heads(
+                parts, *kernel[:2, :256], *kernel[: 2 * rows, :32].reshape(2, 1, rows, 32),
+                num_kv_heads=2, eps=1e-6, centred=True, gated=True, implementation=i,
             ),
             axis=2,
         ),

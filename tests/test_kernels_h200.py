@@ -94,6 +94,14 @@ def test_layer_kernels_compile_without_spills(rows):
     heads = functools.partial(rotate_heads, num_kv_heads=8, eps=1e-6)
     table = x(1, rows, 64)
     compiled(heads, x(2, 1, rows, 6144, dtype=f32), x(128), x(128), table, table)
+    table = x(1, rows, 32)
+    for keys, queries in ((4, 24), (2, 16)):  # Qwen3.6-27B and 35B-A3B
+        heads = functools.partial(
+            rotate_heads, num_kv_heads=keys, eps=1e-6, centred=True, gated=True
+        )
+        columns = 2 * (queries + keys) * 256
+        compiled(heads, x(1, 1, rows, columns), x(256), x(256), table, table)
+        compiled(heads, x(4, 1, rows, columns, dtype=f32), x(256), x(256), table, table)
 
 
 def test_tree_attention_with_a_window_copies_no_cache():

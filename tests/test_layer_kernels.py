@@ -142,6 +142,82 @@ def test_rotate_heads_norms_and_turns(part_count, rows, dtype, implementation):
     assert_near(heads.query, turned(total[:, :, :queries], scales[0]), dtype)
     assert_near(heads.key, turned(total[:, :, queries : queries + keys], scales[1]), dtype)
     assert_near(heads.value, total[:, :, queries + keys :], dtype)
+    assert heads.gate is None
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("centred", [False, True])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(
+    ("part_count", "rows", "head_dim", "pairs"),
+    [(1, 5, 32, 16), (3, 5, 32, 4), (1, 3, 256, 32), (2, 1, 16, 8)],
+)
+def test_rotate_heads_is_its_definition(part_count, rows, head_dim, pairs, gated, centred, dtype):
+    slots, queries, keys = 2, 3, 2
+    columns = (queries * (1 + gated) + 2 * keys) * head_dim
+    parts = normal(
+        0, part_count, slots, rows, columns, dtype=dtype if part_count == 1 else jnp.float32
+    )
+    scales = [normal(seed, head_dim, dtype=dtype) for seed in (1, 2)]
+    tables = [normal(seed, slots, rows, pairs, dtype=dtype) for seed in (3, 4)]
+    ours, theirs = (
+        rotate_heads(
+            parts, *scales, *tables, num_kv_heads=keys, eps=1e-6, centred=centred, gated=gated,
+            implementation=implementation,
+        )
+        for implementation in ("pallas", "xla")
+    )  # fmt: skip
+    assert len(jax.tree.leaves(ours)) == 3 + gated
+    for one, other in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        assert one.dtype == dtype
+        assert_near(one, wide(other), dtype)
+        assert one.shape == other.shape
+    np.testing.assert_array_equal(ours.value, theirs.value)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_gated_heads_turn_in_part(dtype, implementation):
+    """As the attention of Qwen3.5 writes it out."""
+    queries, keys, head_dim, pairs = 4, 2, 32, 4
+    parts = normal(0, 1, 2, 3, 2 * (queries + keys) * head_dim, dtype=dtype)
+    scales = [normal(seed, head_dim, dtype=dtype) for seed in (1, 2)]
+    angle = np.random.default_rng(3).uniform(0, 6, (2, 3, pairs))
+    cos, sin = jnp.array(np.cos(angle), dtype), jnp.array(np.sin(angle), dtype)
+    heads = rotate_heads(
+        parts, *scales, cos, sin, num_kv_heads=keys, eps=1e-6, centred=True, gated=True,
+        implementation=implementation,
+    )  # fmt: skip
+    total = wide(parts)[0].reshape(2, 3, -1, head_dim)
+    query, gate, key, value = np.split(total, [queries, 2 * queries, -keys], axis=2)
+
+    def turned(x, scale):
+        x = x / np.sqrt(np.mean(np.square(x), axis=-1, keepdims=True) + 1e-6)
+        x = x * (1 + wide(scale))
+        pair = x[..., :pairs] + 1j * x[..., pairs : 2 * pairs]
+        pair = pair * (wide(cos) + 1j * wide(sin))[:, :, None]
+        return np.concatenate([pair.real, pair.imag, x[..., 2 * pairs :]], axis=-1)
+
+    assert_near(heads.query, turned(query, scales[0]), dtype)
+    assert_near(heads.key, turned(key, scales[1]), dtype)
+    assert_near(heads.value, value, dtype)
+    assert_near(heads.gate, 1 / (1 + np.exp(-gate)), dtype)
+
+
+def test_arguments_of_rotate_heads_are_named():
+    def call(heads=8, pairs=8, **settings):
+        parts, scales = normal(0, 1, 1, 2, heads * 16), (normal(1, 16), normal(2, 16))
+        tables = normal(3, 1, 2, pairs), normal(4, 1, 2, pairs)
+        return rotate_heads(parts, *scales, *tables, num_kv_heads=2, eps=1e-6, **settings)
+
+    with pytest.raises(ValueError, match="`num_kv_heads` must leave queries among 4 heads, got 2"):
+        call(heads=4)
+    with pytest.raises(ValueError, match="`parts` must have as many gate as query heads, got 7"):
+        call(heads=7, gated=True)
+    with pytest.raises(ValueError, match=r"`cos` must be .* 1 to 8 pairs .* got \(1, 2, 9\)"):
+        call(pairs=9)
+    with pytest.raises(NotImplementedError, match="power of two, at least 1 of H=16, got 3"):
+        call(pairs=3, implementation="pallas")
 
 
 def test_wrong_shapes_are_named():
@@ -153,11 +229,6 @@ def test_wrong_shapes_are_named():
         check_product("gate_up", x.astype(jnp.bfloat16), normal(1, 32, 64))
     with pytest.raises(ValueError, match="`gate_up` must have an even number"):
         gated_matmul(x, normal(1, 32, 33))
-    with pytest.raises(ValueError, match="`num_kv_heads` must leave queries"):
-        rotate_heads(
-            normal(0, 1, 1, 2, 64), normal(1, 16), normal(2, 16), normal(3, 1, 2, 8),
-            normal(4, 1, 2, 8), num_kv_heads=2, eps=1e-6,
-        )  # fmt: skip
     with pytest.raises(NotImplementedError, match="multiple of 16"):
         skinny_matmul(normal(0, 1, 2, 40), normal(1, 40, 32), implementation="pallas")
 

@@ -55,8 +55,8 @@ class DFlash(nnx.Module):
         """Keys and values, one entry a layer, of committed rows; no block is drafted."""
         context = self.project_context(features)
         cos, sin = rope_tables(self.config.rope, self.config.head_dim, positions, context.dtype)
-        rows = [layer.attention.heads(context, cos, sin, None)[1:] for layer in self.layers]
-        return tuple(key for key, _ in rows), tuple(value for _, value in rows)
+        rows = [layer.attention.heads(context, cos, sin, None) for layer in self.layers]
+        return tuple(heads.key for heads in rows), tuple(heads.value for heads in rows)
 
     def __call__(
         self,

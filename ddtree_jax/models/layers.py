@@ -173,11 +173,11 @@ class DecoderLayer(nnx.Module):
         kernels: implementation of the kernels, see `pallas_kernels.dispatch.choose`.
         """
         rows = normed if context is None else jnp.concatenate([context, normed], axis=1)
-        query, key, value = self.attention.heads(rows, cos, sin, kernels)
-        mixed = attend(index, query[:, -x.shape[1] :], key, value)
+        heads = self.attention.heads(rows, cos, sin, kernels)
+        mixed = attend(index, heads.query[:, -x.shape[1] :], heads.key, heads.value)
         x, normed = self.mlp_norm.after(x, self.attention.mix(mixed, kernels), kernels)
         x, normed = next_norm.after(x, self.mlp(normed, kernels), kernels)
-        return LayerRows(x, normed, key, value)
+        return LayerRows(x, normed, heads.key, heads.value)
 
 
 def run_layers(

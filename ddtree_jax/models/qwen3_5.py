@@ -1,6 +1,5 @@
 """Qwen3.5 and 3.6: Gated DeltaNet in most layers, gated attention in the rest, dense or MoE."""
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
@@ -17,10 +16,8 @@ from ddtree_jax.models.layers import (
 )
 from ddtree_jax.models.moe import MoE
 from ddtree_jax.models.qwen3 import Qwen3, TargetRows
-from pallas_kernels import add_norm, skinny_matmul
+from pallas_kernels import add_norm, rotate_heads, skinny_matmul
 from pallas_kernels.add_norm import rms_norm
-from pallas_kernels.rotate_heads import rotate
-from pallas_kernels.skinny_matmul import sum_parts
 
 
 class ZeroCentredNorm(nnx.Module):
@@ -44,22 +41,17 @@ class ZeroCentredNorm(nnx.Module):
 class GatedAttention(nnx.Module):
     """Grouped-query attention whose output is multiplied by a sigmoid gate, head by head.
 
-    The first `rotary_dim` dims of a head rotate. Columns of `qkv`: query, gate, key, value.
+    The first dims of a head rotate, two by each angle. Columns of `qkv`: query, gate, key, value.
     """
 
     def __init__(self, config: TargetConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
-        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
-        self.head_dim, self.rotary_dim = config.head_dim, config.hybrid.rotary_dim
+        self.num_kv_heads = config.num_kv_heads
         columns = 2 * (config.num_heads + config.num_kv_heads) * config.head_dim
         rows = config.num_heads * config.head_dim
         self.qkv = nnx.Param(fan_in_normal(rngs.params(), (config.hidden_size, columns), dtype))
         self.out = nnx.Param(fan_in_normal(rngs.params(), (rows, config.hidden_size), dtype))
         self.query_norm = ZeroCentredNorm(config.head_dim, config.rms_norm_eps, dtype=dtype)
         self.key_norm = ZeroCentredNorm(config.head_dim, config.rms_norm_eps, dtype=dtype)
-
-    def _rotate(self, x: Array, cos: Array, sin: Array) -> Array:
-        first, rest = jnp.split(x, [self.rotary_dim], axis=-1)
-        return jnp.concatenate([rotate(first, cos, sin), rest], axis=-1)
 
     def __call__(
         self,
@@ -71,16 +63,22 @@ class GatedAttention(nnx.Module):
         kernels: Implementation,
     ) -> tuple[Float[Array, "P B R D"], Float[Array, "B R K H"], Float[Array, "B R K H"]]:
         """Output in parts, and the rows to cache. number: which of the attention layers."""
-        product = skinny_matmul(x, self.qkv[...], implementation=kernels)
-        heads = sum_parts(product, x.dtype).reshape(*x.shape[:2], -1, self.head_dim)
-        queries = 2 * self.num_heads
-        ends = [self.num_heads, queries, queries + self.num_kv_heads]
-        query, gate, key, value = jnp.split(heads, ends, axis=2)
-        query = self._rotate(self.query_norm(query), cos, sin)
-        key = self._rotate(self.key_norm(key), cos, sin)
-        mixed = attend(number, query, key, value) * jax.nn.sigmoid(gate)
+        heads = rotate_heads(
+            skinny_matmul(x, self.qkv[...], implementation=kernels),
+            self.query_norm.weight[...],
+            self.key_norm.weight[...],
+            cos,
+            sin,
+            num_kv_heads=self.num_kv_heads,
+            eps=self.query_norm.eps,
+            centred=True,
+            gated=True,
+            implementation=kernels,
+        )
+        mixed = attend(number, heads.query, heads.key, heads.value) * heads.gate
         mixed = mixed.reshape(*x.shape[:2], -1)
-        return skinny_matmul(mixed, self.out[...], implementation=kernels), key, value
+        out = skinny_matmul(mixed, self.out[...], implementation=kernels)
+        return out, heads.key, heads.value
 
 
 class HybridLayer(nnx.Module):
