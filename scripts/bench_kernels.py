@@ -42,6 +42,7 @@ from kernel_loop import ONE_BY_ONE, Loop, first_results, loop_program, microseco
 from kernel_problems import PROBLEMS, Cost, Draw, Problem
 from real_shapes import PAIRS, normal_tile
 from records import Line, append, context, repair
+from recurrent_problems import RECURRENT_PROBLEMS
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -83,7 +84,7 @@ def tile() -> jax.Array:
 
 def prepare(case: Case, widths: Widths, rates: tuple[float, float]) -> Prepared:
     """Arguments of all copies, and what the definition makes of each."""
-    problem = PROBLEMS[case.op](widths, case)
+    problem = (PROBLEMS | RECURRENT_PROBLEMS)[case.op](widths, case)
 
     @jax.jit
     def make(tile: jax.Array, seed: jax.Array) -> tuple[tuple, Any]:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from real_shapes import PAIRS
 
+RECURRENT_OPS = ("gdn_heads", "gdn_tree", "gated_norm", "gdn_commit")
 OPS = (
     "tree_attention",
     "skinny_matmul",
@@ -19,7 +20,7 @@ OPS = (
     "choose_experts",
     "sort_by_expert",
     "grouped_matmul",
-    "gdn_tree",
+    *RECURRENT_OPS,
 )
 IMPLEMENTATIONS = {op: ("xla", "pallas") for op in OPS}
 IMPLEMENTATIONS["tree_attention"] = ("xla", "einsum", "pallas")
@@ -169,7 +170,8 @@ def default_table() -> list[Case]:
     cases += _cases("tree_build", [(1, 64), (8, 64), (1, 257)])
     cases += _cases("tree_accept", [(1, 64), (32, 257)])
     cases += _expert_cases((1, 16, 64, 128, 512))
-    return cases + _cases("gdn_tree", [(1, 1), (1, 64), (4, 64)])
+    points = [(1, 1), (1, 64), (1, 128), (4, 64)]
+    return cases + [case for op in RECURRENT_OPS for case in _cases(op, points)]
 
 
 def full_table() -> list[Case]:
@@ -187,7 +189,7 @@ def full_table() -> list[Case]:
     cases += _cases("topk_logsumexp", drafting)
     cases += _cases("tree_build", drafting) + _cases("tree_accept", drafting)
     cases += _expert_cases((*nodes, 512))
-    return cases + _cases("gdn_tree", points)
+    return cases + [case for op in RECURRENT_OPS for case in _cases(op, points)]
 
 
 def tiny_table() -> list[Case]:

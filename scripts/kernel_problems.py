@@ -16,7 +16,6 @@ from pallas_kernels import (
     add_norm,
     choose_experts,
     gated_matmul,
-    gdn_tree,
     grouped_down,
     grouped_gate_up,
     rotate_heads,
@@ -27,7 +26,6 @@ from pallas_kernels import (
     tree_attention,
     tree_build,
 )
-from pallas_kernels.gdn_tree import definition as gdn_definition
 from pallas_kernels.grouped_matmul import down_definition, gate_up_definition
 from pallas_kernels.skinny_matmul import MOST_ROWS
 
@@ -340,33 +338,6 @@ def experts(widths: Widths, case: Case) -> Problem:
     )
 
 
-def delta_net(widths: Widths, case: Case) -> Problem:
-    slots, nodes, dim = case.slots, case.nodes, widths.gdn_dim
-    keys, heads = widths.gdn_key_heads, widths.gdn_heads
-
-    def arguments(draw: Draw) -> tuple:
-        query, key = (draw.normal(slots, nodes, keys, dim) for _ in range(2))
-        value = draw.normal(slots, nodes, heads, dim)
-        raw = [draw.normal(slots, nodes, heads, dtype=jnp.float32) for _ in range(2)]
-        state = draw.normal(slots, heads, dim, dim, dtype=jnp.float32, scale=0.5)
-        visible = ancestor_mask(best_first_tree(draw, slots, nodes), DEPTHS)
-        return query, key, value, -jnp.exp(raw[0] - 3.0), jax.nn.sigmoid(raw[1]), state, visible
-
-    def cost(arguments: tuple, result: Any) -> Cost:
-        """Two products with the state a node; for each ancestor, two of its key and two of its
-        update, of which the solve is one."""
-        pairs = int(jnp.sum(arguments[-1]))
-        states = 4 * slots * nodes * heads * dim * dim
-        return Cost(size(arguments, result), states + 4 * pairs * dim * (keys + heads))
-
-    return Problem(
-        arguments=arguments,
-        op=functools.partial(gdn_tree, max_depth=DEPTHS),
-        cost=cost,
-        definition=by_slot(gdn_definition),
-    )
-
-
 PROBLEMS: dict[str, Callable[[Widths, Case], Problem]] = {
     "tree_attention": attention,
     "skinny_matmul": layer_product,
@@ -379,5 +350,4 @@ PROBLEMS: dict[str, Callable[[Widths, Case], Problem]] = {
     "choose_experts": choice,
     "sort_by_expert": expert_order,
     "grouped_matmul": experts,
-    "gdn_tree": delta_net,
 }

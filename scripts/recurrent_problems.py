@@ -1,0 +1,109 @@
+"""Calls of the ops of a Gated DeltaNet layer, as `kernel_problems` has those of the others."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from kernel_cases import DEPTHS, Case, Widths
+from kernel_problems import Cost, Draw, Problem, best_first_tree, by_slot, moves, size
+
+from ddtree_jax.recurrent import tree_window
+from ddtree_jax.tree import ancestor_mask
+from pallas_kernels import gated_norm, gdn_commit, gdn_heads, gdn_tree
+from pallas_kernels.gdn_tree import definition as gdn_definition
+
+_EPS = 1e-6
+_TAPS = 4
+
+
+def _columns(widths: Widths) -> tuple[int, int, int]:
+    """Of the in-projection: convolved channels, those of the gate, and beta with decay."""
+    values = widths.gdn_heads * widths.gdn_dim
+    return 2 * widths.gdn_key_heads * widths.gdn_dim + values, values, 2 * widths.gdn_heads
+
+
+def heads(widths: Widths, case: Case) -> Problem:
+    slots, (channels, values, rates) = case.slots, _columns(widths)
+
+    def arguments(draw: Draw) -> tuple:
+        parts = draw.normal(1, slots, case.nodes, channels + values + rates)
+        before, kernel = draw.normal(slots, _TAPS - 1, channels), draw.normal(_TAPS, channels)
+        window = tree_window(best_first_tree(draw, slots, case.nodes), _TAPS)
+        scales = (draw.normal(widths.gdn_heads, dtype=jnp.float32) for _ in range(2))
+        return parts, before, kernel, window, *scales
+
+    op = functools.partial(gdn_heads, num_key_heads=widths.gdn_key_heads, key_dim=widths.gdn_dim)
+    return Problem(arguments=arguments, op=op, cost=moves, cold=False)
+
+
+def gated_output(widths: Widths, case: Case) -> Problem:
+    channels, values, rates = _columns(widths)
+    rows = (case.slots, case.nodes)
+
+    def arguments(draw: Draw) -> tuple:
+        parts = draw.normal(1, *rows, channels + values + rates)
+        scale = draw.normal(widths.gdn_dim, dtype=jnp.float32)
+        return draw.normal(*rows, widths.gdn_heads, widths.gdn_dim), parts, scale
+
+    def cost(arguments: tuple, out: jax.Array) -> Cost:
+        return Cost(3 * size(out) + size(arguments[2]), 0)  # of parts it reads the gate alone
+
+    op = functools.partial(gated_norm, start=channels, eps=_EPS)
+    return Problem(arguments=arguments, op=op, cost=cost, cold=False)
+
+
+def delta_net(widths: Widths, case: Case) -> Problem:
+    slots, nodes, dim = case.slots, case.nodes, widths.gdn_dim
+    keys, heads = widths.gdn_key_heads, widths.gdn_heads
+
+    def arguments(draw: Draw) -> tuple:
+        query, key = (draw.normal(slots, nodes, keys, dim) for _ in range(2))
+        value = draw.normal(slots, nodes, heads, dim)
+        raw = [draw.normal(slots, nodes, heads, dtype=jnp.float32) for _ in range(2)]
+        state = draw.normal(slots, heads, dim, dim, dtype=jnp.float32, scale=0.5)
+        visible = ancestor_mask(best_first_tree(draw, slots, nodes), DEPTHS)
+        return query, key, value, -jnp.exp(raw[0] - 3.0), jax.nn.sigmoid(raw[1]), state, visible
+
+    def cost(arguments: tuple, result: Any) -> Cost:
+        """Two products with the state a node; for each ancestor, two of its key and two of its
+        update, of which the solve is one."""
+        pairs = int(jnp.sum(arguments[-1]))
+        states = 4 * slots * nodes * heads * dim * dim
+        return Cost(size(arguments, result), states + 4 * pairs * dim * (keys + heads))
+
+    return Problem(
+        arguments=arguments,
+        op=functools.partial(gdn_tree, max_depth=DEPTHS),
+        cost=cost,
+        definition=by_slot(gdn_definition),
+    )
+
+
+def accepted_state(widths: Widths, case: Case) -> Problem:
+    """A path of four nodes, or as many as there are."""
+    slots, nodes, dim = case.slots, case.nodes, widths.gdn_dim
+    shape = (slots, nodes, widths.gdn_heads)
+
+    def arguments(draw: Draw) -> tuple:
+        state = draw.normal(slots, widths.gdn_heads, dim, dim, dtype=jnp.float32, scale=0.5)
+        key = draw.normal(slots, nodes, widths.gdn_key_heads, dim)
+        update = draw.normal(*shape, dim, dtype=jnp.float32)
+        decay = -jnp.exp(draw.normal(*shape, dtype=jnp.float32) - 3.0)
+        place = jnp.arange(DEPTHS + 1, dtype=jnp.int32)
+        path = jnp.broadcast_to(jnp.where(place < nodes, place, -1), (slots, DEPTHS + 1))
+        return state, key, update, decay, path, jnp.full((slots,), min(4, nodes), jnp.int32)
+
+    def cost(arguments: tuple, state: jax.Array) -> Cost:
+        steps = min(4, nodes)
+        return Cost(2 * size(state), 2 * steps * state.size)
+
+    return Problem(arguments=arguments, op=gdn_commit, cost=cost)
+
+
+RECURRENT_PROBLEMS = {
+    "gdn_heads": heads,
+    "gdn_tree": delta_net,
+    "gated_norm": gated_output,
+    "gdn_commit": accepted_state,
+}
