@@ -157,8 +157,9 @@ def _invert(ref, lower: jax.Array, barrier: Callable[[], None]) -> None:
         for step in range(first, first + _TOGETHER):
             # Loaded as a matrix of equal lines: spreading one line would go through shared memory.
             row = pltriton.load(ref.at[jnp.full(shape, step, jnp.int32), entry])
-            unit = jnp.sum(jnp.where((column == step) & (entry == 0), 1.0, 0.0), axis=1)
-            found.append(unit - jnp.sum(row * inverse, axis=1))
+            # e_i joins the sum, exactly: where it is 1, the rows above have nothing but 0.
+            unit = jnp.where((column == step) & (entry == 0), 1.0, 0.0)
+            found.append(jnp.sum(unit - row * inverse, axis=1))
         for place in range(_TOGETHER):
             for before in range(place):
                 found[place] -= ref[first + place, first + before] * found[before]

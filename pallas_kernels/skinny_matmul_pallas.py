@@ -55,8 +55,8 @@ def default_config(inner: int, columns: int, dtype: jnp.dtype) -> Config:
     tiles = dispatch.ceil_div(columns, wide)
     splits = _splits(inner, tiles)
     share = inner // splits
-    alone = tiles * splits <= MULTIPROCESSORS
-    if dtype == jnp.bfloat16 and alone and wide == 128 and share % 128 == 0:
+    short = splits > 1 and tiles * splits <= MULTIPROCESSORS  # loops, in one wave
+    if dtype == jnp.bfloat16 and short and wide == 128 and share % 128 == 0:
         return Config(columns=wide, block=128, splits=splits, num_warps=8, num_stages=3)
     return Config(columns=wide, block=dispatch.divisor(share, 64), splits=splits)
 
