@@ -8,14 +8,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels import dispatch
+from pallas_kernels.skinny_matmul_pallas import load_sum
 
 _MOST_LANES = 16384
 
 
 def unsupported(dtype: jnp.dtype, size: int) -> str | None:
     """Why the kernel cannot take these arguments, or None."""
-    if dtype not in (jnp.bfloat16, jnp.float32):
-        return f"it takes bfloat16 and float32, got {jnp.dtype(dtype).name}"
+    if unfit := dispatch.unsupported_dtype(dtype):
+        return unfit
     if size > _MOST_LANES:
         return f"it holds a row of at most {_MOST_LANES} in registers, got D={size}"
     return None
@@ -39,10 +40,8 @@ def _add_norm_kernel(
         return pltriton.load(ref.at[*index, lane], mask=inside, other=0.0).astype(jnp.float32)
 
     scale = load(scale_ref)  # early: behind the reduction its latency would show
-    update = load(update_ref, 0, 0)
-    for part in range(1, update_ref.shape[0]):
-        update = update + load(update_ref, part, 0)
-    total = load(x_ref, 0) + update.astype(dtype).astype(jnp.float32)
+    update = load_sum(update_ref, 0, lane, mask=inside, dtype=dtype)
+    total = load(x_ref, 0) + update.astype(jnp.float32)
     total = total.astype(dtype)
     wide = total.astype(jnp.float32)
     scaling = jax.lax.rsqrt(jnp.sum(wide * wide) / size + eps)

@@ -11,6 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels import dispatch
+from pallas_kernels.skinny_matmul_pallas import load_sum
 
 _MOST_LANES = 2048
 _DOT_LANES = 1024
@@ -18,8 +19,8 @@ _DOT_LANES = 1024
 
 def unsupported(dtype: jnp.dtype, experts: int) -> str | None:
     """Why the kernel cannot take these arguments, or None."""
-    if dtype not in (jnp.bfloat16, jnp.float32):
-        return f"it takes bfloat16 and float32, got {jnp.dtype(dtype).name}"
+    if unfit := dispatch.unsupported_dtype(dtype):
+        return unfit
     if experts > _MOST_LANES:
         return f"it holds the shares of at most {_MOST_LANES} experts in registers, got {experts}"
     return None
@@ -50,14 +51,10 @@ def _choose_kernel(
     count: int,
     normalise: bool,
 ):
-    parts, _, experts = parts_ref.shape
-    chosen, dtype = weight_ref.shape[1], x_ref.dtype
+    experts, chosen, dtype = parts_ref.shape[2], weight_ref.shape[1], x_ref.dtype
     lane = jax.lax.iota(jnp.int32, dispatch.lanes_for(experts))
     inside = lane < experts
-    logit = jnp.zeros(lane.shape, jnp.float32)
-    for part in range(parts):
-        value = pltriton.load(parts_ref.at[part, 0, lane], mask=inside, other=0.0)
-        logit = logit + value.astype(jnp.float32)
+    logit = load_sum(parts_ref, 0, lane, mask=inside, dtype=jnp.float32)
     # Early: behind the choice the latency of its loads would show.
     gate_logit = _dot(x_ref, gate_ref) if chosen > count else None
     logit = jnp.where(inside, logit, -jnp.inf)

@@ -11,6 +11,7 @@ from typing import Literal, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 Implementation = Literal["xla", "pallas"]
@@ -91,6 +92,13 @@ def choose(
     return implementation
 
 
+def unsupported_dtype(dtype: jnp.dtype) -> str | None:
+    """Why a kernel for bfloat16 and float32 cannot take `dtype`, or None."""
+    if dtype in (jnp.bfloat16, jnp.float32):
+        return None
+    return f"it takes bfloat16 and float32, got {jnp.dtype(dtype).name}"
+
+
 def next_power_of_two(size: int) -> int:
     """Smallest power of two that is at least `size`; 1 for sizes below 1."""
     return 1 << max(size - 1, 0).bit_length()
@@ -125,6 +133,11 @@ def dot(a: jax.Array, b: jax.Array, *, trans_b: bool = False) -> jax.Array:
 def spread(vector: jax.Array, shape: tuple[int, int], axis: int) -> jax.Array:
     """A vector along `axis` of a matrix; interpret mode wants indices and masks in full shape."""
     return jax.lax.broadcast_in_dim(vector, shape, (axis,))
+
+
+def whole(*shape: int) -> pl.BlockSpec:
+    """Every program sees the whole array."""
+    return pl.BlockSpec(shape, lambda *_: (0,) * len(shape))
 
 
 def ordered_bits(bits: jax.Array) -> jax.Array:

@@ -9,7 +9,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels import dispatch
-from pallas_kernels.dispatch import spread
+from pallas_kernels.dispatch import spread, whole
+from pallas_kernels.skinny_matmul_pallas import load_sum
 
 _ROWS = 16  # a program at most
 _COLUMNS = 128
@@ -17,8 +18,8 @@ _COLUMNS = 128
 
 def unsupported(dtype: jnp.dtype, keys: int, channels: int) -> str | None:
     """Why the kernel of `gdn_heads` cannot take these arguments, or None."""
-    if dtype not in (jnp.bfloat16, jnp.float32):
-        return f"it takes bfloat16 and float32, got {jnp.dtype(dtype).name}"
+    if unfit := dispatch.unsupported_dtype(dtype):
+        return unfit
     if dispatch.divisor(keys, 16) < 16 or dispatch.divisor(channels, 16) < 16:
         return f"keys and channels must be multiples of 16, got {keys} and {channels}"
     return None
@@ -26,22 +27,11 @@ def unsupported(dtype: jnp.dtype, keys: int, channels: int) -> str | None:
 
 def unsupported_norm(dtype: jnp.dtype, size: int) -> str | None:
     """Why the kernel of `gated_norm` cannot take these arguments, or None."""
-    if dtype not in (jnp.bfloat16, jnp.float32):
-        return f"it takes bfloat16 and float32, got {jnp.dtype(dtype).name}"
+    if unfit := dispatch.unsupported_dtype(dtype):
+        return unfit
     if not 16 <= size <= 1024 or size & (size - 1):
         return f"the value dim must be a power of two from 16 to 1024, got {size}"
     return None
-
-
-def _load_sum(parts_ref, row: jax.Array, column: jax.Array, mask: jax.Array, dtype: jnp.dtype):
-    """Entries of the product, rounded to dtype as the product itself would be."""
-    total = None
-    for part in range(parts_ref.shape[0]):
-        index = jnp.full(row.shape, part, jnp.int32)
-        entries = pltriton.load(parts_ref.at[index, row, column], mask=mask, other=0.0)
-        entries = entries.astype(jnp.float32)
-        total = entries if total is None else total + entries
-    return total.astype(dtype)
 
 
 def _heads_kernel(
@@ -81,7 +71,7 @@ def _heads_kernel(
         safe = jnp.minimum(index, kept - 1)
         entries = pltriton.load(before_ref.at[safe, column], mask=old, other=0.0)
         safe = jnp.maximum(index - kept, 0)
-        return entries + _load_sum(parts_ref, safe, column, new, dtype)
+        return entries + load_sum(parts_ref, safe, column, mask=new, dtype=dtype)
 
     def convolve():
         column = number * tile + lane
@@ -116,8 +106,8 @@ def _heads_kernel(
         real = inside & (head < heads)
 
         def rate(first):
-            entries = _load_sum(parts_ref, row, columns + first + head, real, dtype)
-            return entries.astype(jnp.float32)
+            column = columns + first + head
+            return load_sum(parts_ref, row, column, mask=real, dtype=dtype).astype(jnp.float32)
 
         def constant(ref):
             return pltriton.load(ref.at[head], mask=real, other=0.0)
@@ -152,9 +142,6 @@ def gdn_heads(
 
     def of_slot(*shape: int) -> pl.BlockSpec:
         return pl.BlockSpec((None, *shape), lambda i, j, b: (b,) + (0,) * len(shape))
-
-    def whole(*shape: int) -> pl.BlockSpec:
-        return pl.BlockSpec(shape, lambda i, j, b: (0,) * len(shape))
 
     outs = [(size, before.dtype) for size in (keys, keys, values)]
     outs += [(heads, jnp.float32)] * 2 + [(channels, before.dtype)]
@@ -195,7 +182,7 @@ def _norm_kernel(
     lane = jax.lax.broadcasted_iota(jnp.int32, shape, 1)
     inside = row < rows
     # All loads come first: behind the reduction their latency would show.
-    gate = _load_sum(parts_ref, row, start + head * size + lane, inside, dtype)
+    gate = load_sum(parts_ref, row, start + head * size + lane, mask=inside, dtype=dtype)
     scale = scale_ref[lane]
     x = pltriton.load(x_ref.at[row, head, lane], mask=inside, other=0.0).astype(jnp.float32)
     scaling = jax.lax.rsqrt(jnp.sum(x * x, axis=1) / size + eps)
@@ -220,9 +207,6 @@ def gated_norm(
     heads, size = x.shape[2:]
     rows = x.shape[0] * x.shape[1]
     tile_rows = min(_ROWS, dispatch.next_power_of_two(rows))
-
-    def whole(*shape: int) -> pl.BlockSpec:
-        return pl.BlockSpec(shape, lambda i, j: (0,) * len(shape))
 
     out = pl.pallas_call(
         functools.partial(_norm_kernel, tile_rows=tile_rows, start=start, eps=eps),

@@ -50,8 +50,8 @@ class Config:
 
 def unsupported(dtype: jnp.dtype, key_dim: int, value_dim: int) -> str | None:
     """Why the kernels cannot take these arguments, or None."""
-    if dtype not in (jnp.bfloat16, jnp.float32):
-        return f"it takes bfloat16 and float32, got {jnp.dtype(dtype).name}"
+    if unfit := dispatch.unsupported_dtype(dtype):
+        return unfit
     for name, size in (("key", key_dim), ("value", value_dim)):
         if not 16 <= size <= 256 or size & (size - 1):
             return f"the {name} dim must be a power of two from 16 to 256, got {size}"

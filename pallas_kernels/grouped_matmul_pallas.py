@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels import dispatch
-from pallas_kernels.dispatch import dot, spread
+from pallas_kernels.dispatch import dot, spread, whole
 
 _FEW = 16  # choices
 # Of rows and weights at most, a step of the loop: with many programs, and with few.
@@ -55,8 +55,8 @@ def default_config(
 
 def unsupported(dtype: jnp.dtype, inner: int, outer: int) -> str | None:
     """Why the kernels cannot take these arguments, or None."""
-    if dtype not in (jnp.bfloat16, jnp.float32):
-        return f"it takes bfloat16 and float32, got {jnp.dtype(dtype).name}"
+    if unfit := dispatch.unsupported_dtype(dtype):
+        return unfit
     if inner % 16 or outer % 16:
         return f"both sides of an expert's matrix must be multiples of 16, got {inner} x {outer}"
     return None
@@ -211,15 +211,12 @@ def _call(
     config: Config,
     interpret: bool,
 ) -> jax.Array:
-    def whole(shape: tuple[int, ...]) -> pl.BlockSpec:
-        return pl.BlockSpec(shape, lambda o, p: (0,) * len(shape))
-
     return pl.pallas_call(
         functools.partial(kernel, walk=walk, config=config),
         # Columns first: neighbours read the same rows of an expert's matrix at the same time.
         grid=(out.shape[-1] // config.tile_columns, walk.programs),
-        in_specs=[whole(array.shape) for array in arrays],
-        out_specs=whole(out.shape),
+        in_specs=[whole(*array.shape) for array in arrays],
+        out_specs=whole(*out.shape),
         out_shape=out,
         compiler_params=pltriton.CompilerParams(
             num_warps=config.num_warps, num_stages=config.num_stages

@@ -8,6 +8,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels import dispatch
+from pallas_kernels.dispatch import whole
+from pallas_kernels.skinny_matmul_pallas import load_sum
 
 _MOST_ROWS = 8
 _ENTRIES = 1024  # of a program's tile, 32 a thread
@@ -16,8 +18,8 @@ _MOST_PIECES = 16  # of a head
 
 def unsupported(dtype: jnp.dtype, head_dim: int, pairs: int) -> str | None:
     """Why the kernel cannot take these arguments, or None."""
-    if dtype not in (jnp.bfloat16, jnp.float32):
-        return f"it takes bfloat16 and float32, got {jnp.dtype(dtype).name}"
+    if unfit := dispatch.unsupported_dtype(dtype):
+        return unfit
     if not 16 <= head_dim <= 512 or head_dim & (head_dim - 1):
         return f"the head dim must be a power of two from 16 to 512, got H={head_dim}"
     if pairs & (pairs - 1) or pairs * _MOST_PIECES < head_dim:
@@ -54,11 +56,7 @@ def _rotate_kernel(
 
     def load_piece(start):
         column = head * head_dim + start + lane
-        total = jnp.zeros(shape, jnp.float32)
-        for part in range(parts_ref.shape[0]):
-            value = pltriton.load(parts_ref.at[part, row, column], mask=inside, other=0.0)
-            total = total + value.astype(jnp.float32)
-        return total.astype(dtype).astype(jnp.float32)
+        return load_sum(parts_ref, row, column, mask=inside, dtype=dtype).astype(jnp.float32)
 
     # All loads come first: behind the reduction their latency would show.
     pieces = [load_piece(start) for start in starts]
@@ -128,9 +126,6 @@ def rotate_heads(
     if gated:
         queries = counts[0] // 2
         counts = (queries, num_kv_heads, num_kv_heads, queries)
-
-    def whole(*shape: int) -> pl.BlockSpec:
-        return pl.BlockSpec(shape, lambda i, j: (0,) * len(shape))
 
     table = (rows, cos.shape[2])
     out = pl.pallas_call(

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
+from jax.typing import DTypeLike
 
 from pallas_kernels import dispatch
 
@@ -32,8 +33,8 @@ class Config:
 
 def unsupported(dtype: jnp.dtype, *sides: int) -> str | None:
     """Why a kernel cannot take these arguments, or None. sides: those that it does not mask."""
-    if dtype not in (jnp.bfloat16, jnp.float32):
-        return f"it takes bfloat16 and float32, got {jnp.dtype(dtype).name}"
+    if unfit := dispatch.unsupported_dtype(dtype):
+        return unfit
     if any(side % 16 for side in sides):
         return f"sides of the matrix must be a multiple of 16, got {' by '.join(map(str, sides))}"
     return None
@@ -46,7 +47,8 @@ def one_wave(inner: int, columns: int, dtype: jnp.dtype) -> bool:
 
 
 def default_config(inner: int, columns: int, dtype: jnp.dtype) -> Config:
-    """Measured on an H200 (scripts/results/kernel_log.md) for the products of Qwen3-8B."""
+    """Measured on an H200 (scripts/results/kernel_log.md) for the products of Qwen3-8B and
+    Qwen3.6-27B."""
     most = 128 if dtype == jnp.bfloat16 else 32
     wide = dispatch.divisor(columns, most)
     if wide < 16 or columns > 8 * most:
@@ -86,6 +88,17 @@ def load_rows(x_ref, tile: jax.Array, size: int, column: jax.Array) -> jax.Array
         return pltriton.load(x_ref.at[row, column])
     # Masked rows must stay in range all the same: interpret mode clamps, a GPU does not.
     return pltriton.load(x_ref.at[row, column], mask=row < rows, other=0.0)
+
+
+def load_sum(parts_ref, *index: jax.Array | int, mask: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Entries of a product in parts [P, ...], rounded to dtype as the product itself would be; for
+    the kernels that read what `skinny_matmul` leaves."""
+    total = None
+    for part in range(parts_ref.shape[0]):
+        entries = pltriton.load(parts_ref.at[part, *index], mask=mask, other=0.0)
+        entries = entries.astype(jnp.float32)
+        total = entries if total is None else total + entries
+    return total.astype(dtype)
 
 
 def _matmul_kernel(

@@ -47,6 +47,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+ALL_PROBLEMS = PROBLEMS | RECURRENT_PROBLEMS
 NEEDED = ("bench", "shape", "op", "case", "implementation", "device")
 COLD_BYTES = 2 * 50 * 2**20  # twice the L2 of an H200
 MOST_COPIES = 48
@@ -84,7 +85,7 @@ def tile() -> jax.Array:
 
 def prepare(case: Case, widths: Widths, rates: tuple[float, float]) -> Prepared:
     """Arguments of all copies, and what the definition makes of each."""
-    problem = (PROBLEMS | RECURRENT_PROBLEMS)[case.op](widths, case)
+    problem = ALL_PROBLEMS[case.op](widths, case)
 
     @jax.jit
     def make(tile: jax.Array, seed: jax.Array) -> tuple[tuple, Any]:

@@ -37,13 +37,6 @@ def count_experts(pair: Pair, plan: RoundPlan, state: DecodeState) -> float:
 
     Costs the compilation of one more round, without a search for the fastest products.
     """
-    draft_leaves = pair.leaves[1] if plan.drafts else ()
-    program = lower_expert_count(pair, plan, state).compile()
-    return float(program(pair.leaves[0], draft_leaves, state).mean())
-
-
-def lower_expert_count(pair: Pair, plan: RoundPlan, state: DecodeState) -> jax.stages.Lowered:
-    """The program of `count_experts`; weights and state may be abstract."""
     chosen: list[jax.Array] = []
     choose, moe = MoE.choose, pair.target.moe
 
@@ -65,7 +58,7 @@ def lower_expert_count(pair: Pair, plan: RoundPlan, state: DecodeState) -> jax.s
     options = {"xla_gpu_autotune_level": 0} if jax.default_backend() == "gpu" else None
     with mock.patch.object(MoE, "choose", recorded):
         program = jax.jit(counts, compiler_options=options)
-        return program.lower(pair.leaves[0], draft_leaves, state)
+        return float(program(pair.leaves[0], draft_leaves, state).mean())
 
 
 def state_and_stash_bytes(pair: Pair, plan: RoundPlan) -> tuple[int, int]:

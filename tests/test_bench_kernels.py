@@ -11,11 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import typer
-from bench_kernels import relative_error
+from bench_kernels import ALL_PROBLEMS, relative_error
 from kernel_cases import IMPLEMENTATIONS, OPS, Widths, default_table, full_table, tiny_table
 from kernel_loop import ONE_BY_ONE, Loop, first_results, loop_program
-from kernel_problems import PROBLEMS, Draw
-from recurrent_problems import RECURRENT_PROBLEMS
+from kernel_problems import Draw
 from typer.testing import CliRunner
 
 from pallas_kernels import skinny_matmul_pallas
@@ -154,7 +153,7 @@ def test_errors_of_results():
 
 def lowered_loop(case, implementation, loop):
     """The timed program of a case at Qwen3-8B widths, for an H200."""
-    problem = (PROBLEMS | RECURRENT_PROBLEMS)[case.op](Widths.of("qwen3-8b"), case)
+    problem = ALL_PROBLEMS[case.op](Widths.of("qwen3-8b"), case)
     tile = jax.ShapeDtypeStruct((4096,), jnp.float32)
     shapes = jax.eval_shape(lambda t: problem.arguments(Draw(t, jnp.int32(0))), tile)
     arguments = jax.tree.map(lambda x: aot.argument(x.shape, x.dtype), shapes)
