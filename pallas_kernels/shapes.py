@@ -5,6 +5,7 @@ differ in width and MLP only). A DFlash block of 16 gives 15 draft depths.
 """
 
 import dataclasses
+import functools
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,6 +45,8 @@ class TopkShape:
     k: int = 63  # M
 
 
+_attention_27b = functools.partial(AttentionShape, query_heads=24, kv_heads=4, head_dim=256)
+
 ATTENTION = {
     "qwen3_8b_decode": AttentionShape(slots=1, nodes=1),
     "qwen3_8b_chain": AttentionShape(slots=1, nodes=16),
@@ -51,6 +54,8 @@ ATTENTION = {
     "qwen3_8b_tree_batch": AttentionShape(slots=8, nodes=64),
     "qwen3_8b_tree_long": AttentionShape(slots=1, nodes=64, cache_rows=32768),
     "qwen3_8b_large_tree": AttentionShape(slots=1, nodes=256),
+    "qwen3_6_27b_tree": _attention_27b(slots=1, nodes=64),
+    "qwen3_6_27b_tree_batch": _attention_27b(slots=4, nodes=128),
 }
 
 TREE = {

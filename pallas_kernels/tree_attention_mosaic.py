@@ -30,7 +30,8 @@ from pallas_kernels.tree_attention_mosaic_body import (
 
 _MOST_PARTS = 16
 _BLOCKS = 132  # one a multiprocessor of an H100 or H200
-_SHARED_BYTES = 227 * 1024
+_SHARED_BYTES = 225 * 1024  # of 227, without barriers
+_HEAD_DIMS = (128, 256)
 
 
 def default_config(query: jax.Array, key: jax.Array) -> Config:
@@ -40,17 +41,24 @@ def default_config(query: jax.Array, key: jax.Array) -> Config:
     """
     slots, nodes, query_heads, head_dim = query.shape
     cache_rows, kv_heads = key.shape[1:3]
-    group_nodes = box_nodes(query_heads // kv_heads)
+    group_nodes, wide = box_nodes(query_heads // kv_heads), head_dim > 128
+
+    def blocks_for(warpgroups: int) -> int:
+        return dispatch.ceil_div(nodes, group_nodes * warpgroups) * kv_heads * slots
+
     warpgroups = min(2, dispatch.ceil_div(nodes, group_nodes))
-    blocks = dispatch.ceil_div(nodes, group_nodes * warpgroups) * kv_heads * slots
+    if wide and 2 * blocks_for(2) <= _BLOCKS:
+        # Shared memory holds wide heads of two and their keys, but not their partial sums too.
+        warpgroups = 1
+    blocks = blocks_for(warpgroups)
     most = min(_MOST_PARTS, dispatch.ceil_div(cache_rows + nodes, 64))
     parts = 1
     while 2 * parts <= most and 2 * parts * blocks <= _BLOCKS:
         parts *= 2
     # Few parts are long loops, and those gain by fewer, larger steps.
-    block_keys = 128 if warpgroups == 2 and parts <= 4 else 64
+    block_keys = 128 if warpgroups == 2 and parts <= 4 and not wide else 64
     tile_bytes = warpgroups * GROUP_ROWS * head_dim * (2 if parts == 1 else 6)
-    stages = (_SHARED_BYTES - tile_bytes - 4096) // (block_keys * head_dim * 2 * 2)
+    stages = (_SHARED_BYTES - tile_bytes) // (block_keys * head_dim * 2 * 2)
     return Config(warpgroups=warpgroups, block_keys=block_keys, stages=min(stages, 4), parts=parts)
 
 
@@ -60,8 +68,8 @@ def unsupported(
     """Why the kernel cannot take these arguments, or None."""
     if dtype != jnp.bfloat16:
         return f"it takes bfloat16, got {jnp.dtype(dtype).name}"
-    if head_dim != 128:
-        return f"the head dim must be 128, got H={head_dim}"
+    if head_dim not in _HEAD_DIMS:
+        return f"the head dim must be one of {_HEAD_DIMS}, got H={head_dim}"
     if group > 8:
         return f"at most 8 query heads may share a kv head, got {group}"
     if windowed:

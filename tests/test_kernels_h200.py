@@ -50,7 +50,16 @@ def attention_arguments(shape):
 attention = functools.partial(tree_attention, scale=128**-0.5)
 
 
-@pytest.mark.parametrize("name", ["qwen3_8b_decode", "qwen3_8b_chain", "qwen3_8b_tree_batch"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen3_8b_decode",
+        "qwen3_8b_chain",
+        "qwen3_8b_tree_batch",
+        "qwen3_6_27b_tree",
+        "qwen3_6_27b_tree_batch",
+    ],
+)
 def test_tree_attention_compiles(name):
     lowered = aot.lower(attention, *attention_arguments(shapes.ATTENTION[name]))
     assert lowered.as_text().count(MOSAIC_CALL) == 1

@@ -124,11 +124,20 @@ def test_attention_is_the_softmax_over_both_parts(implementation, name):
         assert (out[0, -1] == 0).all()  # this node sees nothing
 
 
-def test_mosaic_is_the_softmax_over_both_parts():
-    """In interpret mode, which reports races: a full slot and an empty one, two parts."""
-    case, scale = Case(2, 5, 8, 2, 128, 136, dtype=jnp.bfloat16), 128**-0.5
-    arrays = arguments(case)
-    config = tree_attention_mosaic.Config(warpgroups=2, block_keys=64, stages=2, parts=2)
+@pytest.mark.parametrize(
+    ("case", "warpgroups", "parts"),
+    [
+        (Case(2, 5, 8, 2, 128, 136, dtype=jnp.bfloat16), 2, 2),
+        (Case(1, 9, 6, 1, 256, 136, dtype=jnp.bfloat16), 1, 2),
+    ],
+)
+def test_mosaic_is_the_softmax_over_both_parts(case, warpgroups, parts):
+    """In interpret mode, which reports races: a full slot and an empty one, two parts; wide heads,
+    six to a key, in tiles of 8 nodes."""
+    arrays, scale = arguments(case), case.head_dim**-0.5
+    config = tree_attention_mosaic.Config(
+        warpgroups=warpgroups, block_keys=64, stages=2, parts=parts
+    )
     *rest, start = (None if x is None else jnp.asarray(x) for x in arrays)
     out = tree_attention_mosaic.tree_attention(
         *rest, start, scale=scale, interpret=True, config=config
