@@ -2,6 +2,7 @@
 
     python scripts/bench_round.py OUT.jsonl --slots 1 --nodes 1 --nodes 64 --rows 2048
     python scripts/bench_round.py OUT.jsonl --nodes 64 --profile     # kernels by stage
+    python scripts/bench_round.py OUT.jsonl --nodes 64 --compile-only    # before, beside others
 
 nodes is T, the root included: 1 is autoregressive decoding, 16 with --chain the DFlash chain. A
 cell runs `rounds` rounds a dispatch, all on the device, and is timed around the dispatch. The floor
@@ -26,7 +27,7 @@ from real_shapes import PAIRS, Pair, cut_layers, random_state
 from records import append, context
 from rich.console import Console
 from rich.table import Table
-from round_floor import count_experts, floor_of_round
+from round_floor import floor_of_round, leaves_for, lower_expert_count
 
 from ddtree_jax.config import DraftConfig
 from ddtree_jax.plan import RoundPlan, TreeSettings
@@ -85,13 +86,18 @@ def force(pattern: tuple[int, ...], rows: int) -> Callable[[Tree, Walk, jax.Arra
     return forced
 
 
-def make_program(pair: Pair, cell: Cell, rounds: int, pattern: tuple[int, ...], **options: str):
-    """(compiled program, a state for it, seconds that compiling took)"""
+def cell_state(pair: Pair, cell: Cell, rounds: int) -> DecodeState:
     plan = cell.plan(pair.draft)
-    draft_config = pair.draft if plan.drafts else None
+    draft = pair.draft if plan.drafts else None
     room = rounds * plan.width
-    state = random_state(pair.target, draft_config, slots=cell.slots, rows=cell.rows, room=room)
-    begin = time.perf_counter()
+    return random_state(pair.target, draft, slots=cell.slots, rows=cell.rows, room=room)
+
+
+def lower_cell(
+    pair: Pair, cell: Cell, state: DecodeState, rounds: int, pattern: tuple[int, ...]
+) -> jax.stages.Lowered:
+    """The program of a cell; leaves and state may be shapes alone."""
+    plan = cell.plan(pair.draft)
     decode = make_decode(
         pair.structures[0],
         pair.structures[1] if plan.drafts else None,
@@ -100,11 +106,30 @@ def make_program(pair: Pair, cell: Cell, rounds: int, pattern: tuple[int, ...], 
         rounds=rounds,
         force=force(pattern, cell.rows) if plan.drafts else None,
     )
-    draft_leaves = pair.leaves[1] if plan.drafts else ()
-    lowered = decode.lower(pair.leaves[0], draft_leaves, state)
-    with alone():
-        compiled = lowered.compile(compiler_options=options or None)
-    return compiled, state, time.perf_counter() - begin
+    return decode.lower(*leaves_for(pair, plan), state)
+
+
+def compile_cell(
+    pair: Pair,
+    cell: Cell,
+    *,
+    rounds: int,
+    pattern: tuple[int, ...],
+    with_profile: bool,
+    count: bool,
+    options: dict[str, str],
+) -> float:
+    """Seconds that it took to bring a cell's programs into jax's compilation cache, without
+    weights: several processes can do so at once."""
+    begin = time.perf_counter()
+    state = jax.eval_shape(lambda: cell_state(pair, cell, rounds))
+    lowered = lower_cell(pair, cell, state, rounds, pattern)
+    lowered.compile(compiler_options=options or None)
+    if with_profile:
+        lowered.compile(compiler_options={**options, **NO_COMMAND_BUFFERS})
+    if count and pair.target.moe is not None:
+        lower_expert_count(pair, cell.plan(pair.draft), state).compile()
+    return time.perf_counter() - begin
 
 
 @jax.jit
@@ -140,13 +165,19 @@ def run_cell(
 ) -> tuple[dict, list[Kernel]]:
     """A line of the table, and the kernels of one dispatch if asked for."""
     plan = cell.plan(pair.draft)
-    draft_leaves = pair.leaves[1] if plan.drafts else ()
-    compiled, state, seconds = make_program(pair, cell, rounds, pattern, **options)
+    leaves = leaves_for(pair, plan)
+    begin = time.perf_counter()
+    state = cell_state(pair, cell, rounds)
+    lowered = lower_cell(pair, cell, state, rounds, pattern)
+    with alone():
+        compiled = lowered.compile(compiler_options=options or None)
+    seconds = time.perf_counter() - begin
     start = jax.device_get((state.lengths, state.root))
     experts = None
     if count and pair.target.moe is not None:
         with alone():
-            experts = count_experts(pair, plan, state)
+            counts = lower_expert_count(pair, plan, state).compile()(*leaves, state)
+            experts = float(counts.mean())
     floor = floor_of_round(
         pair, plan, slots=cell.slots, rows=cell.rows, rates=rates, experts=experts
     )
@@ -155,7 +186,7 @@ def run_cell(
         nonlocal state
         lengths, root = (jnp.asarray(x) for x in start)
         fresh = state._replace(lengths=lengths, root=root, remaining=jnp.full_like(root, 2**30))
-        state, packed, _ = compiled(pair.leaves[0], draft_leaves, fresh)
+        state, packed, _ = compiled(*leaves, fresh)
         return packed
 
     with alone():
@@ -174,9 +205,7 @@ def run_cell(
     }
     kernels = []
     if with_profile:
-        compiled, state, _ = make_program(
-            pair, cell, rounds, pattern, **options, **NO_COMMAND_BUFFERS
-        )
+        compiled = lowered.compile(compiler_options={**options, **NO_COMMAND_BUFFERS})
         dispatch()
         kernels = profile(dispatch, compiled.as_text())
         line["stage_ms"] = stage_times(kernels, rounds)
@@ -276,6 +305,9 @@ def main(
         bool, typer.Option("--count-experts", help="Experts read, not their expectation.")
     ] = False,
     option: Annotated[list[str] | None, typer.Option(help="XLA option name=value.")] = None,
+    compile_only: Annotated[
+        bool, typer.Option("--compile-only", help="Fill jax's compilation cache, write nothing.")
+    ] = False,
 ) -> None:
     if pair not in PAIRS:
         raise typer.BadParameter(f"`--pair` must be one of {tuple(PAIRS)}, got {pair!r}")
@@ -283,11 +315,23 @@ def main(
     console = Console(width=170)
     options = dict(parse_option(item) for item in option or ())
     cut = cut_layers(PAIRS[pair], layers)
+    cells = table_cells(slots, nodes, rows, chain)
+    settings = {
+        "rounds": rounds,
+        "pattern": pattern,
+        "with_profile": with_profile,
+        "count": count,
+        "options": options,
+    }
+    if compile_only:
+        shapes = Pair.abstract(*cut)
+        for cell in cells:
+            console.print(f"{cell}: {compile_cell(shapes, cell, **settings):.1f} s")
+        return
     with alone():
         rates = measure_rates()
     console.print(f"copy {rates[0]:.3f} TB/s, bf16 product {rates[1]:.3f} PFLOP/s")
     models = Pair.random(*cut)
-    cells = table_cells(slots, nodes, rows, chain)
     common = {
         "bench": "round",
         "pair": pair,
@@ -299,17 +343,7 @@ def main(
         **context(),
     }
     for cell in cells:
-        line, kernels = run_cell(
-            models,
-            cell,
-            rounds=rounds,
-            repeats=repeats,
-            pattern=pattern,
-            rates=rates,
-            with_profile=with_profile,
-            count=count,
-            options=options,
-        )
+        line, kernels = run_cell(models, cell, repeats=repeats, rates=rates, **settings)
         append(out, [{**common, **line}])
         console.print(line)
         if kernels:

@@ -246,7 +246,7 @@ def abstract_model(kind: type[Qwen3] | type[DFlash], config: object) -> tuple[St
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """A target and a drafter with random weights."""
+    """A target and a drafter with random weights, or with the shapes of weights alone."""
 
     target: TargetConfig
     draft: DraftConfig
@@ -254,13 +254,17 @@ class Pair:
     leaves: tuple[Leaves, Leaves]
 
     @classmethod
+    def abstract(cls, target: TargetConfig, draft: DraftConfig) -> "Pair":
+        kinds = ((target_type(target), target), (DFlash, draft))
+        structures, leaves = zip(*(abstract_model(*kind) for kind in kinds), strict=True)
+        return cls(target, draft, structures, leaves)
+
+    @classmethod
     def random(cls, target: TargetConfig, draft: DraftConfig) -> "Pair":
-        structures, leaves = [], []
-        for kind, config in ((target_type(target), target), (DFlash, draft)):
-            structure, abstract = abstract_model(kind, config)
-            structures.append(structure)
-            leaves.append(random_leaves(structure, abstract, seed=len(leaves)))
-        return cls(target, draft, tuple(structures), tuple(leaves))
+        pair = cls.abstract(target, draft)
+        models = enumerate(zip(pair.structures, pair.leaves, strict=True))
+        leaves = tuple(random_leaves(*model, seed=seed) for seed, model in models)
+        return dataclasses.replace(pair, leaves=leaves)
 
 
 def random_state(

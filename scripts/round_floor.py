@@ -18,6 +18,11 @@ from ddtree_jax.state import DecodeState, init_state
 from ddtree_jax.tree import Tree
 
 
+def leaves_for(pair: Pair, plan: RoundPlan) -> tuple[Leaves, Leaves]:
+    """The target's, and the drafter's if there is one in the plan."""
+    return pair.leaves[0], pair.leaves[1] if plan.drafts else ()
+
+
 def bytes_of(tree: object) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
@@ -31,12 +36,9 @@ def expected_experts(moe: MoEConfig, tokens: int) -> float:
     return moe.num_experts * (1 - missed)
 
 
-def count_experts(pair: Pair, plan: RoundPlan, state: DecodeState) -> float:
-    """Distinct experts that rows chose in a layer of the round that `state` is about to run, mean
-    over layers; a shared one is not counted.
-
-    Costs the compilation of one more round, without a search for the fastest products.
-    """
+def lower_expert_count(pair: Pair, plan: RoundPlan, state: DecodeState) -> jax.stages.Lowered:
+    """Program of the target's leaves, the drafter's and a state: [layers] distinct experts that
+    rows choose in the round that the state is about to run; a shared one is not counted."""
     chosen: list[jax.Array] = []
     choose, moe = MoE.choose, pair.target.moe
 
@@ -54,11 +56,11 @@ def count_experts(pair: Pair, plan: RoundPlan, state: DecodeState) -> float:
         )
         return jnp.sum(reached, axis=1)
 
-    draft_leaves = pair.leaves[1] if plan.drafts else ()
+    # One run does not repay a search for the fastest products.
     options = {"xla_gpu_autotune_level": 0} if jax.default_backend() == "gpu" else None
     with mock.patch.object(MoE, "choose", recorded):
         program = jax.jit(counts, compiler_options=options)
-        return float(program(pair.leaves[0], draft_leaves, state).mean())
+        return program.lower(*leaves_for(pair, plan), state)
 
 
 def state_and_stash_bytes(pair: Pair, plan: RoundPlan) -> tuple[int, int]:

@@ -42,10 +42,21 @@ def test_random_weights_suit_their_place():
     assert all(jnp.std(leaf.astype(jnp.float32)) > 0.1 for leaf in jax.tree.leaves(state))
 
 
-def abstract_pair(name):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("real_shapes.random_leaves", lambda structure, leaves, seed: leaves)
-        return Pair.random(*PAIRS[name])
+def test_compiling_alone_fills_the_cache_and_writes_nothing(tmp_path, monkeypatch):
+    compiled = []
+    real = jax.stages.Lowered.compile
+
+    def recorded(self, *args, **options):
+        compiled.append(self.as_text())
+        return real(self, *args, **options)
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", recorded)
+    cell = {"layers": 4, "nodes": [1], "slots": [1], "rows": [32], "rounds": 1, "repeats": 1}
+    out = tmp_path / "out.jsonl"
+    main(out, pair="tiny-moe", count=True, compile_only=True, **cell)
+    assert not out.exists() and len(compiled) == 2  # the cell, and the count of experts
+    main(out, pair="tiny-moe", count=True, **cell)
+    assert compiled[:2] == compiled[2:]  # what the cache goes by
 
 
 # Sizes of docs/gdn.md, and by hand: weights without the embedding, caches, twice the states.
@@ -59,7 +70,7 @@ def abstract_pair(name):
     ],
 )
 def test_floor_counts_what_must_move(name, nodes, gigabytes, state, stash):
-    pair = abstract_pair(name)
+    pair = Pair.abstract(*PAIRS[name])
     plan = Cell(1, nodes, 2048).plan(pair.draft)
     floor = floor_of_round(pair, plan, slots=1, rows=2048, rates=(4.3, 0.7))
     assert floor["gigabytes"] == pytest.approx(gigabytes, rel=0.01)
