@@ -174,10 +174,15 @@ def _merge(partial, out_shape, group: int, interpret: bool) -> jax.Array:
     sums, top, total = partial
     slots, nodes, query_heads, head_dim = out_shape.shape
     parts, rows, box = sums.shape[2], 8, box_nodes(group)
-    split = (*top.shape[:4], group, box)
     per_row = pl.BlockSpec(
-        (None, None, parts, None, None, rows),
-        lambda i, h, b: (b, h // group, 0, i * rows // box, h % group, i % (box // rows)),
+        (None, None, parts, None, rows),
+        lambda i, h, b: (
+            b,
+            h // group,
+            0,
+            i * rows // box,
+            (h % group * box + i * rows % box) // rows,
+        ),
     )
     out = jax.ShapeDtypeStruct((slots, nodes, query_heads, 1, head_dim), out_shape.dtype)
     merged = pl.pallas_call(
@@ -193,5 +198,5 @@ def _merge(partial, out_shape, group: int, interpret: bool) -> jax.Array:
         compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name="tree_attention_merge",
-    )(sums, *(x[..., : group * box].reshape(split) for x in (top, total)))
+    )(sums, top, total)
     return merged.reshape(out_shape.shape)

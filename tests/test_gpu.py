@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from real_shapes import normal_tile, spread_tile
 
 from ddtree_jax import LLM, SamplingParams
 from ddtree_jax.recurrent import tree_window
@@ -202,10 +203,12 @@ def test_experts_are_their_definitions(rows, shared):
     x, parts = normal(rng, 1, rows, 2048), normal(rng, 4, 1, rows, 64, dtype=jnp.float32)
     parts = parts.at[:, :, ::2, 25:].set(parts[:, :, ::2, 24:25])  # ties
     gate = normal(rng, 2048) / 45 if shared else None
-    # Too many numbers for the host.
-    keys = jax.random.split(jax.random.key(rows))
-    gate_up = jax.random.normal(keys[0], (count, 2048, 1024), jnp.bfloat16) / 45
-    down = jax.random.normal(keys[1], (count, 512, 2048), jnp.bfloat16) / 23
+    # So many numbers take a minute to draw.
+    tile = normal_tile(jax.random.key(rows))
+    gate_up, down = (
+        spread_tile((tile * scale).astype(jnp.bfloat16), jnp.int32(7919 * rows), shape)
+        for scale, shape in ((1 / 45, (count, 2048, 1024)), (1 / 23, (count, 512, 2048)))
+    )
 
     def run(kernels):
         weight, ids = choose_experts(
