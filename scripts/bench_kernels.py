@@ -2,6 +2,7 @@
 
     python scripts/bench_kernels.py OUT.jsonl
     python scripts/bench_kernels.py OUT.jsonl --op tree_attention --case "slots=1 *" --full
+    python scripts/bench_kernels.py OUT.jsonl --op gdn_tree --config pair_warps=2,num_warps=8
     python scripts/bench_kernels.py --list
 
 A case runs in a loop on the device, without the host, over as many copies of its arguments as L2
@@ -19,6 +20,7 @@ import itertools
 import math
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any, NamedTuple
@@ -38,6 +40,7 @@ from kernel_cases import (
     select,
     tiny_table,
 )
+from kernel_configs import MODULES, configured, field_names, modules_for, parse_config
 from kernel_loop import ONE_BY_ONE, Loop, first_results, loop_program, microseconds
 from kernel_problems import PROBLEMS, Cost, Draw, Problem
 from real_shapes import PAIRS, normal_tile
@@ -206,8 +209,10 @@ def run_case(
         yield from ((name, {"failed": f"definition: {reason(error)}"}) for name in implementations)
         return
     for name in implementations:
+        plain, _, config = name.partition(" ")
         try:
-            found = measure(prepared, name, repeats, rates)
+            with configured(case.op, parse_config(config)) if config else nullcontext():
+                found = measure(prepared, plain, repeats, rates)
         except WrongResult as error:
             found = {"wrong": str(error)}  # the error itself would keep the arrays alive
         yield name, found
@@ -262,24 +267,40 @@ def bench(
     return lines, wrong
 
 
+def names_of(op: str, implementations: Sequence[str], configs: Sequence[str]) -> list[str]:
+    """Implementations of an op, and its kernel in each of the configs that fit it."""
+    names = [name for name in IMPLEMENTATIONS[op] if name in (implementations or (name,))]
+    fitting = [text for text in configs if modules_for(op, parse_config(text))]
+    return names + [f"pallas {text}" for text in fitting]
+
+
 def unfinished(
-    cases: Sequence[Case], shape: str, implementations: Sequence[str], lines: Sequence[Line]
+    cases: Sequence[Case],
+    shape: str,
+    implementations: Sequence[str],
+    configs: Sequence[str],
+    lines: Sequence[Line],
 ) -> list[tuple[Case, list[str]]]:
     """Cases with the implementations that `lines` lack."""
     done = {key(line) for line in lines}
-    rest = [
-        (
-            case,
-            [
-                name
-                for name in IMPLEMENTATIONS[case.op]
-                if name in (implementations or IMPLEMENTATIONS[case.op])
-                and key(keys_of(case, shape, name)) not in done
-            ],
-        )
-        for case in cases
-    ]
-    return [(case, names) for case, names in rest if names]
+
+    def missing(case: Case) -> list[str]:
+        names = names_of(case.op, implementations, configs)
+        return [name for name in names if key(keys_of(case, shape, name)) not in done]
+
+    return [(case, names) for case in cases if (names := missing(case))]
+
+
+def check_configs(cases: Sequence[Case], configs: Sequence[str]) -> None:
+    """Raises ValueError for a config that no kernel of the cases has the fields of."""
+    ops = sorted({case.op for case in cases} & set(MODULES))
+    for text in configs:
+        if not any(modules_for(op, parse_config(text)) for op in ops):
+            fields = {op: [field_names(module) for module in MODULES[op]] for op in ops}
+            raise ValueError(
+                f"`--config` {text}: no kernel of the chosen ops has these fields; there are "
+                f"{fields or 'none'}"
+            )
 
 
 def chosen_cases(
@@ -305,6 +326,10 @@ def main(
     case: Annotated[
         list[str] | None, typer.Option(help="Name, or shell pattern of one; repeatable.")
     ] = None,
+    config: Annotated[
+        list[str] | None,
+        typer.Option(help="Also the kernel cut up so: num_warps=8,parts=2; repeatable."),
+    ] = None,
     full: Annotated[bool, typer.Option(help="The whole grid of sizes.")] = False,
     repeats: Annotated[int, typer.Option(min=1, help="Measurements of a case.")] = 7,
     show_list: Annotated[bool, typer.Option("--list", help="Show the cases, run none.")] = False,
@@ -313,6 +338,7 @@ def main(
     console = Console(width=150)
     try:
         cases = chosen_cases(shape, full, op or (), case or (), implementation or ())
+        check_configs(cases, config or ())
         if show_list:
             for each in cases:
                 console.print(each.op, each.name, highlight=False)
@@ -320,7 +346,7 @@ def main(
         if out is None:
             raise ValueError("give a JSONL file for the lines, or `--list`")
         held = repair(out, needed=NEEDED, script="bench_kernels.py")
-        todo = unfinished(cases, shape, implementation or (), held)
+        todo = unfinished(cases, shape, implementation or (), config or (), held)
         lines, wrong = bench(todo, shape, out, repeats, console)
     except (ValueError, OSError) as error:
         console.print(f"error: {error}", style="bold red", markup=False, soft_wrap=True)

@@ -48,6 +48,38 @@ def read(out):
     return [json.loads(line) for line in out.read_text().splitlines()]
 
 
+def test_a_kernel_is_measured_as_it_is_asked_to_be_cut_up(tmp_path, monkeypatch):
+    seen = []
+    real = skinny_matmul_pallas.pl.pallas_call
+
+    def recorded(*args, **options):
+        seen.append(options["compiler_params"].num_warps)
+        return real(*args, **options)
+
+    monkeypatch.setattr(skinny_matmul_pallas.pl, "pallas_call", recorded)
+    out = tmp_path / "out.jsonl"
+    options = ("--op", "skinny_matmul", "--implementation", "pallas")
+    result = bench(out, *options, "--config", "num_warps=2", "--config", "columns=16,splits=7")
+    assert result.exit_code == 0, result.output
+    lines = {line["implementation"]: line for line in read(out)}
+    assert list(lines) == ["pallas", "pallas num_warps=2", "pallas columns=16,splits=7"]
+    assert "us_min" in lines["pallas num_warps=2"] and 2 in seen
+    # A config that cannot be is a line of its own, as what does not compile is.
+    assert lines["pallas columns=16,splits=7"]["failed"]
+    seen.clear()
+    assert bench(out, *options, "--config", "num_warps=2").output.count("0 new lines") == 1
+    assert not seen
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [("num_warps", "must be fields such as"), ("parts=2", "no kernel of the chosen ops")],
+)
+def test_a_config_that_means_nothing_is_named(config, message, tmp_path):
+    result = bench(tmp_path / "out.jsonl", "--op", "gdn_tree", "--config", config)
+    assert result.exit_code == 1 and message in result.output and "`--config`" in result.output
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_every_implementation_is_measured(op, tmp_path):
     out = tmp_path / "out.jsonl"
