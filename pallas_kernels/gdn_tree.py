@@ -5,6 +5,7 @@ the chain of a prompt; `definition` is what the tree op means. The op runs in ev
 target layer of verify; no state of a node is ever stored, only its key and its update.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -153,14 +154,17 @@ def gdn_chunk(
     count: Int32[Array, " B"],
     *,
     rows: int = 64,
+    implementation: dispatch.Implementation | None = None,
 ) -> tuple[Float[Array, "B P Hv Dv"], Float32[Array, "B Hv Dk Dv"]]:
     """A chain of P nodes of which the first `count` are real: outputs, and the state after them.
 
     Rows of padding give outputs that mean nothing and leave the state exactly as it is. `rows` at
-    a time are solved together; P must be a multiple of it, or at most it.
+    a time are solved together; P must be a multiple of it, or at most it. "pallas" runs the kernels
+    of `gdn_tree` and `gdn_commit` for each step.
 
     Raises:
       ValueError: P is no multiple of `rows`.
+      NotImplementedError: the named implementation cannot run here.
 
     Source: chunked form of arXiv 2412.06464, section 3.3.
     """
@@ -170,7 +174,18 @@ def gdn_chunk(
         raise ValueError(f"`key` must have a multiple of {rows} rows, got {size}; pad it")
     real = jnp.arange(size, dtype=jnp.int32)[None, :, None] < count[:, None, None]
     log_decay, beta = (jnp.where(real, x, 0.0) for x in (log_decay, beta))
-    return gdn_wy.chunks(query, key, value, log_decay, beta, state, rows=rows)
+    chosen = dispatch.choose(
+        "gdn_chunk",
+        implementation,
+        gdn_tree_pallas.unsupported(key.dtype, key.shape[3], value.shape[3]),
+    )
+    tree, commit = functools.partial(gdn_wy.tree, levels=None), gdn_wy.commit
+    if chosen == "pallas":
+        options = {"interpret": dispatch.interpret()}
+        tree = functools.partial(gdn_tree_pallas.gdn_tree, **options)
+        commit = functools.partial(gdn_commit_pallas.gdn_commit, **options)
+    arguments = (query, key, value, log_decay, beta, state)
+    return gdn_wy.chunks(*arguments, rows=rows, tree=tree, commit=commit)
 
 
 def _check(

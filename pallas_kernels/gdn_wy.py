@@ -6,6 +6,8 @@ E_t the product of the decays down to t and D_tj that of the decays below j. So 
 and out = diag(E) Q S_0 + (D o Q K^T) U. Updates and states feed later rounds: all in float32.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
@@ -138,8 +140,14 @@ def chunks(
     state: Float32[Array, "B Hv Dk Dv"],
     *,
     rows: int,
+    tree: Callable[..., tuple[Array, Array]],
+    commit: Callable[..., Array],
 ) -> tuple[Float[Array, "B P Hv Dv"], Float32[Array, "B Hv Dk Dv"]]:
-    """Outputs and last state of a chain, `rows` nodes a step; P is a multiple of `rows`."""
+    """Outputs and last state of a chain, `rows` nodes a step; P is a multiple of `rows`.
+
+    tree: a step's outputs and updates, from the arguments before `levels` of `tree` above;
+    commit: the state after it.
+    """
     slots, size = key.shape[:2]
     causal = jnp.tril(jnp.ones((rows, rows), bool))
     visible = jnp.broadcast_to(causal[None], (slots, rows, rows))
@@ -148,7 +156,7 @@ def chunks(
 
     def step(state: jax.Array, part: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         query, key, value, log_decay, beta = part
-        out, update = tree(*part, state, visible, levels=None)
+        out, update = tree(*part, state, visible)
         return commit(state, key, update, log_decay, path, all_rows), out
 
     def split(x: jax.Array) -> jax.Array:

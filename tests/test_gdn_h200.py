@@ -1,5 +1,6 @@
 """Gated DeltaNet compiles for the H200 at the shapes of Qwen3.6-27B."""
 
+import dataclasses
 import functools
 import math
 
@@ -7,7 +8,7 @@ import aot
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import gdn_commit, gdn_tree, shapes
+from pallas_kernels import gdn_chunk, gdn_commit, gdn_tree, shapes
 
 TRITON_CALL = "__gpu$xla.gpu.triton"
 
@@ -47,3 +48,11 @@ def test_gdn_commit_updates_the_state_in_place():
     memory = aot.compile(lowered).memory_analysis()
     assert memory.alias_size_in_bytes == 4 * math.prod(state.shape)
     assert memory.temp_size_in_bytes == 0
+
+
+def test_a_step_of_a_prompt_is_three_kernels():
+    shape = dataclasses.replace(shapes.GDN["qwen3_6_27b_decode"], nodes=128)
+    rows = arguments(shape)[:-1]
+    lowered = aot.lower(gdn_chunk, *rows, aot.argument((1,), jnp.int32))
+    assert lowered.as_text().count(TRITON_CALL) == 3  # in the body of a loop
+    assert "triangular" not in aot.compile(lowered).as_text()

@@ -186,12 +186,12 @@ def test_kernel_gives_the_same_for_any_config(block_rows, tile):
 CHAIN = Case(slots=3, nodes=192, levels=99, key_heads=2, heads=4, decay="mild")
 
 
-@pytest.mark.parametrize("rows", [64, 32])
-def test_chunks_are_the_chain_and_padding_leaves_the_state_exact(rows):
+@pytest.mark.parametrize(("rows", "implementation"), [(64, "xla"), (32, "xla"), (64, "pallas")])
+def test_chunks_are_the_chain_and_padding_leaves_the_state_exact(rows, implementation):
     args, parents = arguments(CHAIN, seed=1)
     out, _, states = oracle(args, parents)
     count = np.array([192, 70, 1], np.int32)
-    chunk = jax.jit(functools.partial(gdn_chunk, rows=rows))
+    chunk = jax.jit(functools.partial(gdn_chunk, rows=rows, implementation=implementation))
     got, state = chunk(*args[:6], count)
     for slot, size in enumerate(count):
         np.testing.assert_allclose(got[slot, :size], out[slot, :size], atol=1e-6, rtol=0)
@@ -203,9 +203,11 @@ def test_chunks_are_the_chain_and_padding_leaves_the_state_exact(rows):
     np.testing.assert_array_equal(chunk(*other, count)[1], state)
 
 
-def test_a_chunk_of_no_rows_keeps_the_state():
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_chunk_of_no_rows_keeps_the_state(implementation):
     args, _ = arguments(CHAIN, seed=1)
-    _, state = gdn_chunk(*jax.tree.map(jnp.asarray, args[:6]), jnp.zeros((3,), jnp.int32))
+    chunk = jax.jit(functools.partial(gdn_chunk, implementation=implementation))
+    _, state = chunk(*args[:6], jnp.zeros((3,), jnp.int32))
     np.testing.assert_array_equal(state, args.state)
 
 

@@ -17,6 +17,7 @@ from pallas_kernels import (
     choose_experts,
     gated_matmul,
     gated_norm,
+    gdn_chunk,
     gdn_commit,
     gdn_heads,
     gdn_tree,
@@ -273,6 +274,32 @@ def test_recurrent_layer_is_its_definition(nodes, slots):
     for ours, theirs in zip(run("pallas"), run("xla"), strict=True):
         ours, theirs = ours.astype(jnp.float32), theirs.astype(jnp.float32)
         assert float(jnp.linalg.norm(ours - theirs) / jnp.linalg.norm(theirs)) < 1e-2
+
+
+@pytest.mark.parametrize(("rows", "count"), [(32, 9), (128, 128), (512, 300)])
+def test_a_prompt_s_recurrence_is_its_definition(rows, count):
+    """At the sizes of Qwen3.6-27B; rows of padding leave the state as it is, bit by bit."""
+    rng = np.random.default_rng(rows)
+    query, key = normal(rng, 1, rows, 16, 128), normal(rng, 1, rows, 16, 128)
+    decay = -jnp.abs(normal(rng, 1, rows, 48, dtype=jnp.float32))
+    beta = jax.nn.sigmoid(normal(rng, 1, rows, 48, dtype=jnp.float32))
+    state = normal(rng, 1, 48, 128, 128, dtype=jnp.float32) * 0.3
+
+    def run(kernels, padding):
+        value = normal(np.random.default_rng(7), 1, rows, 48, 128).at[:, count:].set(padding)
+        arguments = (query, key, value, decay, beta, state, jnp.array([count], jnp.int32))
+        return jax.jit(gdn_chunk, static_argnames="implementation")(
+            *arguments, implementation=kernels
+        )
+
+    (out, last), (other, again), (wanted, theirs) = (
+        run("pallas", 1.0), run("pallas", -2.0), run("xla", 1.0),
+    )  # fmt: skip
+    np.testing.assert_array_equal(last, again)
+    for ours, their in ((out[:, :count], wanted[:, :count]), (last, theirs)):
+        ours, their = ours.astype(jnp.float32), their.astype(jnp.float32)
+        assert float(jnp.linalg.norm(ours - their) / jnp.linalg.norm(their)) < 1e-2
+    np.testing.assert_array_equal(out[:, :count], other[:, :count])
 
 
 PROMPTS = ["def fibonacci(n):\n", "import os\n\n\ndef walk(folder):\n", "class Stack:\n"]
