@@ -64,11 +64,12 @@ def random_tree(rng, slots, nodes):
 @pytest.mark.parametrize("nodes", [1, 16, 64, 65, 129])
 @pytest.mark.parametrize(("slots", "rows"), [(1, 2048), (8, 1000)])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-def test_attention_is_its_definition(nodes, slots, rows, dtype):
-    rng = np.random.default_rng(nodes)
-    query = normal(rng, slots, nodes, 32, 128, dtype=dtype)
-    cache = [normal(rng, slots, rows, 8, 128, dtype=dtype) for _ in range(2)]
-    tree = [normal(rng, slots, nodes, 8, 128, dtype=dtype) for _ in range(2)]
+@pytest.mark.parametrize("heads", [(32, 8, 128), (24, 4, 256)])
+def test_attention_is_its_definition(nodes, slots, rows, dtype, heads):
+    rng, (queries, *keys) = np.random.default_rng(nodes), heads
+    query = normal(rng, slots, nodes, queries, keys[1], dtype=dtype)
+    cache = [normal(rng, slots, rows, *keys, dtype=dtype) for _ in range(2)]
+    tree = [normal(rng, slots, nodes, *keys, dtype=dtype) for _ in range(2)]
     lengths = jnp.array(rng.integers(0, rows + 1, slots), jnp.int32).at[0].set(rows - 7)
     visible = jnp.array(random_tree(rng, slots, nodes)[2])
     start = jnp.maximum(lengths[:, None] - jnp.arange(nodes, dtype=jnp.int32)[None] - 300, 0)
@@ -84,7 +85,7 @@ def test_attention_is_its_definition(nodes, slots, rows, dtype):
                 lengths,
                 visible,
                 prefix_start=prefix_start,
-                scale=128**-0.5,
+                scale=keys[1] ** -0.5,
                 implementation=implementation,
             ).astype(jnp.float32)
             for implementation in ("pallas", "xla")
