@@ -5,6 +5,7 @@ Rows of a tree live outside until they are accepted, so the cache never holds a 
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
@@ -52,6 +53,18 @@ def write_layer(
     if slot is None:
         slot = jnp.arange(rows.shape[0], dtype=jnp.int32)
     return layer.at[slot[:, None], index].set(rows, mode="drop")
+
+
+def append_row(cache: KVCache, keys: Rows, values: Rows, place: Int[Array, " 1"]) -> KVCache:
+    """Writes one row to a cache of one slot. `place` lies inside it, so nothing may have to be
+    dropped, and what is there need not be read."""
+
+    def append(layers: Layers, rows: Rows) -> Layers:
+        start = (0, place[0], 0, 0)
+        pairs = zip(layers, rows, strict=True)
+        return tuple(jax.lax.dynamic_update_slice(layer, row, start) for layer, row in pairs)
+
+    return KVCache(append(cache.keys, keys), append(cache.values, values))
 
 
 def write_rows(

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from ddtree_jax.cache import init_cache, row_index, write_rows
+from ddtree_jax.cache import append_row, init_cache, row_index, write_rows
 
 SLOTS, ROWS, HEADS, DIM = 3, 6, 2, 4
 
@@ -29,3 +29,18 @@ def test_one_slot_is_written_alone():
     written = write_rows(cache, rows, rows, index, jnp.array([1], jnp.int32))
     touched = np.asarray(written.values[0]).any(axis=(2, 3))
     np.testing.assert_array_equal(touched, [[0] * 6, [0, 1, 1, 0, 0, 0], [0] * 6])
+
+
+def test_a_row_is_appended_to_one_slot():
+    cache = init_cache(2, 1, ROWS, HEADS, DIM, jnp.float32)
+    rng = np.random.default_rng(1)
+    rows = tuple(jnp.array(rng.normal(size=(1, 1, HEADS, DIM)), jnp.float32) for _ in range(2))
+    for place in (0, ROWS - 1):
+        start = jnp.array([place], jnp.int32)
+        written = append_row(cache, rows, rows, start)
+        index = row_index(start, jnp.array([1], jnp.int32), 1, ROWS)
+        wanted = write_rows(cache, rows, rows, index)
+        for ours, theirs in zip(
+            (*written.keys, *written.values), (*wanted.keys, *wanted.values), strict=True
+        ):
+            np.testing.assert_array_equal(ours, theirs)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from ddtree_jax.cache import row_index, write_rows
+from ddtree_jax.cache import append_row, row_index, write_rows
 from ddtree_jax.models.qwen3 import TargetRows
 from ddtree_jax.recurrent import Stash, commit_recurrent
 from ddtree_jax.state import DecodeState, Pending
@@ -57,13 +57,13 @@ def commit(
         index = node.reshape(*node.shape, *(1,) * (x.ndim - 2))
         return jnp.take_along_axis(x, index, axis=1)
 
-    cache_rows = state.target.keys[0].shape[1]
-    cache = write_rows(
-        state.target,
-        tuple(along_path(key) for key in rows.keys),
-        tuple(along_path(value) for value in rows.values),
-        row_index(state.lengths, accepted, width, cache_rows),
-    )
+    keys, values = (tuple(along_path(x) for x in layers) for layers in (rows.keys, rows.values))
+    if keys[0].shape[:2] == (1, 1):
+        # Without an active slot no round runs, and none is ever full: its last token has no row.
+        cache = append_row(state.target, keys, values, state.lengths)
+    else:
+        index = row_index(state.lengths, accepted, width, state.target.keys[0].shape[1])
+        cache = write_rows(state.target, keys, values, index)
     recurrent = state.recurrent
     if recurrent is not None:
         recurrent = commit_recurrent(recurrent, stash, walk.path, accepted, implementation)
