@@ -60,11 +60,7 @@ def gdn_tree(
       mask replaced by the ancestors.
     """
     _check(query, key, value, log_decay, beta, state, visible, max_depth)
-    chosen = dispatch.choose(
-        "gdn_tree",
-        implementation,
-        gdn_tree_pallas.unsupported(query.dtype, key.shape[3], value.shape[3]),
-    )
+    chosen = _choose("gdn_tree", implementation, key, value.shape[3])
     arguments = (query, key, value, log_decay, beta, state, visible)
     if chosen == "xla":
         return GdnNodes(*gdn_wy.tree(*arguments, levels=min(max_depth, key.shape[1] - 1)))
@@ -133,11 +129,7 @@ def gdn_commit(
             f"`update` and `log_decay` must be {shape} and {shape[:3]} to fit `state` and `key`, "
             f"got {update.shape} and {log_decay.shape}"
         )
-    chosen = dispatch.choose(
-        "gdn_commit",
-        implementation,
-        gdn_tree_pallas.unsupported(key.dtype, key_dim, value_dim),
-    )
+    chosen = _choose("gdn_commit", implementation, key, value_dim)
     arguments = (state, key, update, log_decay, path, count)
     if chosen == "xla":
         return gdn_wy.commit(*arguments)
@@ -174,11 +166,7 @@ def gdn_chunk(
         raise ValueError(f"`key` must have a multiple of {rows} rows, got {size}; pad it")
     real = jnp.arange(size, dtype=jnp.int32)[None, :, None] < count[:, None, None]
     log_decay, beta = (jnp.where(real, x, 0.0) for x in (log_decay, beta))
-    chosen = dispatch.choose(
-        "gdn_chunk",
-        implementation,
-        gdn_tree_pallas.unsupported(key.dtype, key.shape[3], value.shape[3]),
-    )
+    chosen = _choose("gdn_chunk", implementation, key, value.shape[3])
     tree, commit = functools.partial(gdn_wy.tree, levels=None), gdn_wy.commit
     if chosen == "pallas":
         options = {"interpret": dispatch.interpret()}
@@ -186,6 +174,13 @@ def gdn_chunk(
         commit = functools.partial(gdn_commit_pallas.gdn_commit, **options)
     arguments = (query, key, value, log_decay, beta, state)
     return gdn_wy.chunks(*arguments, rows=rows, tree=tree, commit=commit)
+
+
+def _choose(
+    op: str, implementation: dispatch.Implementation | None, key: jax.Array, value_dim: int
+) -> dispatch.Implementation:
+    unsupported = gdn_tree_pallas.unsupported(key.dtype, key.shape[3], value_dim)
+    return dispatch.choose(op, implementation, unsupported)
 
 
 def _check(
