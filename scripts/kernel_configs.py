@@ -50,19 +50,24 @@ def modules_for(op: str, fields: dict[str, int]) -> list[ModuleType]:
 
 
 @contextlib.contextmanager
-def configured(op: str, fields: dict[str, int]) -> Iterator[None]:
-    """The op's kernels take these fields in place of their defaults, in programs traced inside."""
+def configured(op: str, fields: dict[str, int]) -> Iterator[list[ModuleType]]:
+    """The op's kernels take these fields in place of their defaults, in programs traced inside.
+
+    What it gives fills with the kernels that did: an op may choose one without these fields.
+    """
+    asked: list[ModuleType] = []
     with contextlib.ExitStack() as stack:
         for module in modules_for(op, fields):
             own = module.default_config
 
-            def chosen(*arguments, own=own, **options):
+            def chosen(*arguments, own=own, module=module, **options):
+                asked.append(module)
                 return dataclasses.replace(own(*arguments, **options), **fields)
 
             stack.enter_context(mock.patch.object(module, "default_config", chosen))
         # Kernels are traced once a shape, and their config is no argument of that.
         jax.clear_caches()
         try:
-            yield
+            yield asked
         finally:
             jax.clear_caches()

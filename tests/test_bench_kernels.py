@@ -71,6 +71,14 @@ def test_a_kernel_is_measured_as_it_is_asked_to_be_cut_up(tmp_path, monkeypatch)
     assert not seen
 
 
+def test_a_config_of_another_kernel_gives_no_figure(tmp_path):
+    out = tmp_path / "out.jsonl"
+    options = ("--op", "tree_attention", "--implementation", "pallas", "--config")
+    assert bench(out, *options, "warpgroups=1").exit_code == 0  # Mosaic's, on a GPU only
+    plain, other = read(out)
+    assert "us_min" in plain and "no such fields" in other["failed"]
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [("num_warps", "must be fields such as"), ("parts=2", "no kernel of the chosen ops")],
