@@ -27,7 +27,7 @@ from real_shapes import PAIRS, Pair, cut_layers, random_state
 from records import append, context
 from rich.console import Console
 from rich.table import Table
-from round_floor import floor_of_round, leaves_for, lower_expert_count
+from round_floor import count_experts, floor_of_round, leaves_for, lower_expert_count
 
 from ddtree_jax.config import DraftConfig
 from ddtree_jax.plan import RoundPlan, TreeSettings
@@ -127,7 +127,7 @@ def compile_cell(
     lowered.compile(compiler_options=options or None)
     if with_profile:
         lowered.compile(compiler_options={**options, **NO_COMMAND_BUFFERS})
-    if count and pair.target.moe is not None:
+    if count:
         lower_expert_count(pair, cell.plan(pair.draft), state).compile()
     return time.perf_counter() - begin
 
@@ -166,18 +166,17 @@ def run_cell(
     """A line of the table, and the kernels of one dispatch if asked for."""
     plan = cell.plan(pair.draft)
     leaves = leaves_for(pair, plan)
-    begin = time.perf_counter()
     state = cell_state(pair, cell, rounds)
+    begin = time.perf_counter()
     lowered = lower_cell(pair, cell, state, rounds, pattern)
     with alone():
         compiled = lowered.compile(compiler_options=options or None)
     seconds = time.perf_counter() - begin
     start = jax.device_get((state.lengths, state.root))
     experts = None
-    if count and pair.target.moe is not None:
+    if count:
         with alone():
-            counts = lower_expert_count(pair, plan, state).compile()(*leaves, state)
-            experts = float(counts.mean())
+            experts = count_experts(pair, plan, state)
     floor = floor_of_round(
         pair, plan, slots=cell.slots, rows=cell.rows, rates=rates, experts=experts
     )
@@ -205,14 +204,21 @@ def run_cell(
     }
     kernels = []
     if with_profile:
-        compiled = lowered.compile(compiler_options={**options, **NO_COMMAND_BUFFERS})
+        with alone():
+            compiled = lowered.compile(compiler_options={**options, **NO_COMMAND_BUFFERS})
         dispatch()
         kernels = profile(dispatch, compiled.as_text())
-        line["stage_ms"] = stage_times(kernels, rounds)
-        line["launches"] = sum(kernel.count for kernel in kernels) // rounds
-        if pair.target.hybrid is not None:
-            line["gdn_share"] = gdn_share(kernels)
+        line |= profile_fields(kernels, rounds, hybrid=pair.target.hybrid is not None)
     return line, kernels
+
+
+def profile_fields(kernels: list[Kernel], rounds: int, *, hybrid: bool) -> dict:
+    """What a line has of a profile."""
+    fields = {
+        "stage_ms": stage_times(kernels, rounds),
+        "launches": sum(kernel.count for kernel in kernels) // rounds,
+    }
+    return fields | ({"gdn_share": gdn_share(kernels)} if hybrid else {})
 
 
 def stage_of(scope: str) -> str:
@@ -320,7 +326,7 @@ def main(
         "rounds": rounds,
         "pattern": pattern,
         "with_profile": with_profile,
-        "count": count,
+        "count": count and cut[0].moe is not None,
         "options": options,
     }
     if compile_only:

@@ -63,6 +63,13 @@ def lower_expert_count(pair: Pair, plan: RoundPlan, state: DecodeState) -> jax.s
         return program.lower(*leaves_for(pair, plan), state)
 
 
+def count_experts(pair: Pair, plan: RoundPlan, state: DecodeState) -> float:
+    """Mean over layers of what `lower_expert_count` counts. Costs the compilation of one more
+    round."""
+    program = lower_expert_count(pair, plan, state).compile()
+    return float(program(*leaves_for(pair, plan), state).mean())
+
+
 def state_and_stash_bytes(pair: Pair, plan: RoundPlan) -> tuple[int, int]:
     """Of one slot: its recurrent state, and what a round keeps of its nodes until commit. From
     the structures of the program, of as few layers as hold every kind."""
