@@ -14,12 +14,8 @@ def test_a_pass_is_timed(pair, nodes, tmp_path):
     main(out, pair=pair, layers=4, nodes=nodes, rows=32)
     (line,) = [json.loads(text) for text in out.read_text().splitlines()]
     assert 0 < line["ms_min"] <= line["ms_median"] and line["graph"] is False
-    assert (line["pair"], line["target_layers"], line["nodes"], line["rows"]) == (
-        pair,
-        4,
-        nodes,
-        32,
-    )
+    wanted = {"pair": pair, "target_layers": 4, "nodes": nodes, "rows": 32, "slots": 1}
+    assert wanted.items() <= line.items()
 
 
 def test_the_peer_has_our_sizes():
