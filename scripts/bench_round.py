@@ -282,6 +282,13 @@ def parse_option(item: str) -> tuple[str, str | bool | int]:
     return name, int(value) if value.isdigit() else value
 
 
+def check_profile(with_profile: bool) -> None:
+    if with_profile and jax.default_backend() != "gpu":
+        raise typer.BadParameter(
+            "`--profile` needs a GPU, for it times kernels; leave it out, or add --compile-only"
+        )
+
+
 def parse_pattern(text: str) -> tuple[int, ...]:
     """'2,5,8' -> (2, 5, 8)"""
     try:
@@ -334,6 +341,7 @@ def main(
         for cell in cells:
             console.print(f"{cell}: {compile_cell(shapes, cell, **settings):.1f} s")
         return
+    check_profile(with_profile)
     with alone():
         rates = measure_rates()
     console.print(f"copy {rates[0]:.3f} TB/s, bf16 product {rates[1]:.3f} PFLOP/s")

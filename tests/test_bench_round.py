@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import typer
 from bench_round import Cell, check_round, main
 from real_shapes import PAIRS, Pair, leaf_names, random_state
 from round_floor import expected_experts, floor_of_round, state_and_stash_bytes
@@ -103,3 +104,8 @@ def test_a_round_that_computed_nothing_is_refused():
     broken = state._replace(recurrent=state.recurrent._replace(matrix=broken))
     with pytest.raises(RuntimeError, match="not finite"):
         check_round(broken, report([2, 5]), plan, (2, 5))
+
+
+def test_a_profile_without_a_gpu_is_refused(tmp_path):
+    with pytest.raises(typer.BadParameter, match="`--profile` needs a GPU"):
+        main(tmp_path / "out.jsonl", pair="tiny-hybrid", with_profile=True)
