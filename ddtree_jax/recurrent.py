@@ -1,7 +1,8 @@
 """State of Gated DeltaNet layers: what a slot keeps beside its cache, and how it moves on.
 
 As with the cache, verify only reads it: each layer's rows of a tree stay outside as a stash until
-commit moves the state along the accepted path.
+commit moves the state along the accepted path. A root alone is always accepted, so there verify
+moves the state itself.
 """
 
 from typing import NamedTuple
@@ -11,17 +12,18 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from ddtree_jax.config import HybridConfig, TargetConfig
-from ddtree_jax.models.gdn import GdnRows, heads_of
+from ddtree_jax.models.gdn import GdnRows, gated, heads_of
 from ddtree_jax.tree import Tree
-from pallas_kernels import gdn_chunk, gdn_commit, gdn_tree
+from pallas_kernels import gdn_chunk, gdn_commit, gdn_step, gdn_tree
 
 
 class RecurrentState(NamedTuple):
     """One entry a recurrent layer. matrix: float32 whatever the model's dtype. conv: the last
-    inputs of the convolution, in the model's dtype; zero before the start."""
+    W inputs of the convolution, that of position p in row p mod W, so that a new one takes the
+    place of the oldest and none moves; in the model's dtype, zero before the start."""
 
     matrix: tuple[Float32[Array, "B Hv Dk Dv"], ...]
-    conv: tuple[Float[Array, "B W1 Ck"], ...]
+    conv: tuple[Float[Array, "B W Ck"], ...]
 
 
 class Stash(NamedTuple):
@@ -40,7 +42,7 @@ def init_recurrent(config: TargetConfig, slots: int, dtype: DTypeLike) -> Recurr
     if hybrid is None:
         return None
     matrix = (slots, hybrid.num_value_heads, hybrid.key_dim, hybrid.value_dim)
-    conv = (slots, hybrid.conv_width - 1, hybrid.conv_channels)
+    conv = (slots, hybrid.conv_width, hybrid.conv_channels)
     layers = config.recurrent_layers
     return RecurrentState(
         tuple(jnp.zeros(matrix, jnp.float32) for _ in layers),
@@ -48,15 +50,15 @@ def init_recurrent(config: TargetConfig, slots: int, dtype: DTypeLike) -> Recurr
     )
 
 
-def tree_window(tree: Tree, width: int) -> Int[Array, "B T W"]:
-    """For each node and distance 0..W-1: the row that lies so far back on its path, in the W - 1
+def tree_window(tree: Tree, lengths: Int[Array, " B"], width: int) -> Int[Array, "B T W"]:
+    """For each node and distance 0..W-1: the row that lies so far back on its path, in the W
     committed inputs followed by the tree's. One table serves all layers."""
     node = jnp.arange(tree.token.shape[1], dtype=jnp.int32)
     ancestor = jnp.broadcast_to(node[None, :], tree.token.shape)
     window = []
     for distance in range(width):
-        committed = width - 1 - (distance - tree.depth)
-        window.append(jnp.where(ancestor < 0, committed, width - 1 + ancestor))
+        committed = (lengths[:, None] + tree.depth - distance) % width
+        window.append(jnp.where(ancestor < 0, committed, width + ancestor))
         up = jnp.take_along_axis(tree.parent, jnp.maximum(ancestor, 0), axis=1)
         ancestor = jnp.where(ancestor < 0, -1, up)
     return jnp.stack(window, axis=2)
@@ -70,6 +72,7 @@ class TreeRecurrence:
         config: HybridConfig,
         state: RecurrentState,
         tree: Tree,
+        lengths: Int[Array, " B"],
         visible: Bool[Array, "B T T"],
         *,
         max_depth: int,
@@ -77,7 +80,7 @@ class TreeRecurrence:
     ):
         self.stash: list[Stash] = []
         self._config, self._state, self._visible = config, state, visible
-        self._window = tree_window(tree, config.conv_width)
+        self._window = tree_window(tree, lengths, config.conv_width)
         self._max_depth, self._implementation = max_depth, implementation
 
     def __call__(self, number: int, rows: GdnRows) -> Float[Array, "B T Hv Dv"]:
@@ -91,17 +94,59 @@ class TreeRecurrence:
             implementation=self._implementation,
         )
         self.stash.append(Stash(heads.mixed, heads.key, nodes.update, heads.log_decay))
-        return nodes.out
+        return gated(rows, nodes.out, self._implementation)
+
+
+class StepRecurrence:
+    """The recurrence of one token a slot, `count` 0 or 1; `take` gives the state after it, once all
+    layers have called."""
+
+    def __init__(
+        self,
+        config: HybridConfig,
+        state: RecurrentState,
+        lengths: Int[Array, " B"],
+        count: Int[Array, " B"],
+        implementation: str | None,
+    ):
+        self._config, self._state = config, state
+        self._lengths, self._count, self._implementation = lengths, count, implementation
+        self._matrix: list[Array] = []
+        self._conv: list[Array] = []
+
+    def __call__(self, number: int, rows: GdnRows) -> Float[Array, "B 1 Hv Dv"]:
+        step = gdn_step(
+            rows.parts,
+            self._state.conv[number],
+            rows.kernel,
+            rows.log_rate,
+            rows.time_bias,
+            rows.scale,
+            self._state.matrix[number],
+            self._lengths,
+            self._count,
+            num_key_heads=self._config.num_key_heads,
+            eps=rows.eps,
+            implementation=self._implementation,
+        )
+        self._matrix.append(step.state)
+        self._conv.append(step.conv)
+        return step.out
+
+    def take(self) -> RecurrentState:
+        return RecurrentState(tuple(self._matrix), tuple(self._conv))
 
 
 def commit_recurrent(
     state: RecurrentState,
     stash: tuple[Stash, ...],
     path: Int[Array, "B R"],
+    lengths: Int[Array, " B"],
     count: Int[Array, " B"],
     implementation: str | None,
 ) -> RecurrentState:
-    """The state after the first `count` nodes of `path`; count 0 changes nothing."""
+    """The state after the first `count` nodes of `path`, of which the root is at position
+    `lengths`; count 0 changes nothing."""
     matrix, conv = [], []
     for old, before, rows in zip(state.matrix, state.conv, stash, strict=True):
         matrix.append(
@@ -115,25 +160,26 @@ def commit_recurrent(
                 implementation=implementation,
             )
         )
-        conv.append(_last_inputs(before, rows.mixed, path, count))
+        conv.append(_keep_inputs(before, rows.mixed, path, lengths, count))
     return RecurrentState(tuple(matrix), tuple(conv))
 
 
-def _last_inputs(
-    before: Float[Array, "B W1 Ck"],
+def _keep_inputs(
+    before: Float[Array, "B W Ck"],
     mixed: Float[Array, "B T Ck"],
     path: Int[Array, "B R"],
+    lengths: Int[Array, " B"],
     count: Int[Array, " B"],
-) -> Float[Array, "B W1 Ck"]:
-    """The last W - 1 of `before` followed by the path's rows."""
-    kept = before.shape[1]
-    # Place of each of them in that sequence, of which the first `kept` are before the path.
-    place = count[:, None] + jnp.arange(kept, dtype=jnp.int32)[None, :]
-    on_path = jnp.clip(place - kept, 0, path.shape[1] - 1)
+) -> Float[Array, "B W Ck"]:
+    """`before` with the path's last W rows in their places."""
+    width = before.shape[1]
+    row, last = jnp.arange(width, dtype=jnp.int32)[None, :], (lengths + count)[:, None] - 1
+    # The latest position that belongs in a row, counted from the path's start.
+    place = last - (last - row) % width - lengths[:, None]
+    on_path = jnp.clip(place, 0, path.shape[1] - 1)
     node = jnp.maximum(jnp.take_along_axis(path, on_path, axis=1), 0)
     new = jnp.take_along_axis(mixed, node[:, :, None], axis=1)
-    old = jnp.take_along_axis(before, jnp.minimum(place, kept - 1)[:, :, None], axis=1)
-    return jnp.where((place >= kept)[:, :, None], new, old)
+    return jnp.where((place >= 0)[:, :, None], new, before)
 
 
 class ChunkRecurrence:
@@ -154,8 +200,9 @@ class ChunkRecurrence:
         self._config, self._state = config, state
         self._slot, self._start, self._count = slot, start, count
         self._path = jnp.arange(size, dtype=jnp.int32)[None, :]
-        behind = jnp.arange(config.conv_width, dtype=jnp.int32)[None, None, :]
-        self._window = self._path[:, :, None] + (config.conv_width - 1) - behind
+        width = config.conv_width
+        place = self._path[:, :, None] - jnp.arange(width, dtype=jnp.int32)[None, None, :]
+        self._window = jnp.where(place < 0, (start[0] + place) % width, width + place)
         self._matrix: list[Array] = []
         self._conv: list[Array] = []
 
@@ -165,9 +212,10 @@ class ChunkRecurrence:
         )
         heads = heads_of(self._config, rows, before, self._window)
         out, matrix = gdn_chunk(*heads[:5], matrix, self._count)
+        kept = _keep_inputs(before, heads.mixed, self._path, self._start, self._count)
         self._matrix.append(matrix)
-        self._conv.append(_last_inputs(before, heads.mixed, self._path, self._count))
-        return out
+        self._conv.append(kept)
+        return gated(rows, out)
 
     def _of_slot(self, part: Array) -> Array:
         """The slot's entry; nothing of the slot's last request is left at a prompt's start."""

@@ -70,7 +70,11 @@ def run_round(
         with jax.named_scope("build"):
             tree = build(candidates, state.root, plan)
     with jax.named_scope("verify"):
-        verified = verify(target, state.target, tree, lengths, tap_layers, plan, state.recurrent)
+        verified = verify(
+            target, state.target, tree, lengths, tap_layers, plan, state.recurrent, state.active
+        )
+    if verified.moved is not None:
+        state = state._replace(recurrent=verified.moved)
     rows = verified.rows
     if plan.mtp:
         # What this drafter reads of a committed row.

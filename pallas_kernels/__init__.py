@@ -6,6 +6,7 @@ from pallas_kernels.choose_experts import choose_experts as choose_experts
 from pallas_kernels.gated_matmul import gated_matmul as gated_matmul
 from pallas_kernels.gdn_heads import gated_norm as gated_norm
 from pallas_kernels.gdn_heads import gdn_heads as gdn_heads
+from pallas_kernels.gdn_step import gdn_step as gdn_step
 from pallas_kernels.gdn_tree import gdn_chunk as gdn_chunk
 from pallas_kernels.gdn_tree import gdn_commit as gdn_commit
 from pallas_kernels.gdn_tree import gdn_tree as gdn_tree

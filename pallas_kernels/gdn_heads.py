@@ -28,7 +28,7 @@ class GdnHeads(NamedTuple):
 
 def gdn_heads(
     parts: Float[Array, "P B R C"],
-    before: Float[Array, "B W1 Ck"],
+    before: Float[Array, "B N Ck"],
     kernel: Float[Array, "W Ck"],
     window: Int[Array, "B R W"],
     log_rate: Float32[Array, " Hv"],
@@ -40,15 +40,15 @@ def gdn_heads(
 ) -> GdnHeads:
     """silu of the depthwise convolution, cut into heads, and each head's decay and beta.
 
-    With W = W1 + 1 taps, row r's input at distance d is row window[r, d] of `before` followed by
-    the rows; the kernel's last tap is the row's own. log_decay = -exp(log_rate) *
+    Row r's input at distance d of its W taps is row window[r, d] of `before` followed by the rows;
+    the kernel's last tap is the row's own. log_decay = -exp(log_rate) *
     softplus(decay + time_bias), beta = sigmoid of its column.
 
     Args:
       parts: the product in parts, before's dtype or float32. Columns: query, key, value (the Ck
         that are convolved), output gate (as many as value's, left alone), beta, decay (Hv each).
-      before: the last W1 inputs committed, zero before the start; bfloat16 or float32. Its dtype
-        is the heads'.
+      before: N inputs committed, zero before the start; bfloat16 or float32. Its dtype is the
+        heads'.
       num_key_heads, key_dim: Hk and Dk; the rest of Ck is Hv value heads.
       implementation: None, "xla" or "pallas", see `dispatch.choose`.
 
@@ -59,7 +59,7 @@ def gdn_heads(
     Source: Gated DeltaNet, arXiv 2412.06464, as transformers' `modeling_qwen3_5` has it.
     """
     arguments = (parts, before, kernel, window, log_rate, time_bias)
-    _check(*arguments, keys=num_key_heads * key_dim)
+    check_heads(*arguments, keys=num_key_heads * key_dim)
     chosen = dispatch.choose(
         "gdn_heads",
         implementation,
@@ -75,7 +75,7 @@ def gdn_heads(
 
 def definition(
     parts: Float[Array, "P B R C"],
-    before: Float[Array, "B W1 Ck"],
+    before: Float[Array, "B N Ck"],
     kernel: Float[Array, "W Ck"],
     window: Int[Array, "B R W"],
     log_rate: Float32[Array, " Hv"],
@@ -177,7 +177,7 @@ def _heads(
     return GdnHeads(*of_keys, cut(value, heads), log_decay, beta, mixed)
 
 
-def _check(
+def check_heads(
     parts: jax.Array,
     before: jax.Array,
     kernel: jax.Array,
@@ -187,6 +187,7 @@ def _check(
     *,
     keys: int,
 ) -> None:
+    """Raises ValueError unless `gdn_heads` can take these; keys: columns of all keys."""
     slots, rows = parts.shape[1:3]
     (width, channels), heads = kernel.shape, log_rate.shape[0]
     values = channels - 2 * keys
@@ -201,7 +202,7 @@ def _check(
             f"`log_rate`, got {parts.shape}"
         )
     for name, array, shape in (
-        ("before", before, (slots, width - 1, channels)),
+        ("before", before, (slots, before.shape[1], channels)),
         ("window", window, (slots, rows, width)),
         ("time_bias", time_bias, (heads,)),
     ):

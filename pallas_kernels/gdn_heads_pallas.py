@@ -34,9 +34,16 @@ def unsupported_norm(dtype: jnp.dtype, size: int) -> str | None:
     return None
 
 
+def log_decay_of(decay: jax.Array, log_rate: jax.Array, time_bias: jax.Array) -> jax.Array:
+    """-exp(log_rate) * softplus(decay + time_bias), inside a kernel."""
+    raw = decay + time_bias
+    softplus = jnp.maximum(raw, 0.0) + jnp.log1p(jnp.exp(-jnp.abs(raw)))  # without overflow
+    return -jnp.exp(log_rate) * softplus
+
+
 def _heads_kernel(
     parts_ref,  # [P, R, C]
-    before_ref,  # [W1, Ck]
+    before_ref,  # [N, Ck]
     kernel_ref,  # [W, Ck]
     window_ref,  # int32 [R, W]
     log_rate_ref,  # float32 [Hv]
@@ -52,7 +59,7 @@ def _heads_kernel(
     tile: int,
 ):
     rows, columns = parts_ref.shape[1:]
-    kept, channels = before_ref.shape
+    kept, (width, channels) = before_ref.shape[0], kernel_ref.shape
     heads, dtype = log_rate_ref.shape[0], before_ref.dtype
     number = pl.program_id(1)
     first_row = pl.program_id(0) * tile_rows
@@ -76,11 +83,11 @@ def _heads_kernel(
     def convolve():
         column = number * tile + lane
         total = None
-        for distance in range(kept + 1):
+        for distance in range(width):
             entries = tap(distance, column)
             if distance == 0:
                 pltriton.store(mixed_ref.at[row, column], entries, mask=inside)
-            own = jnp.full(shape, kept - distance, jnp.int32)
+            own = jnp.full(shape, width - 1 - distance, jnp.int32)
             own = kernel_ref[own, column].astype(jnp.float32)
             part = entries.astype(jnp.float32) * own
             total = part if total is None else total + part
@@ -113,11 +120,8 @@ def _heads_kernel(
             return pltriton.load(ref.at[head], mask=real, other=0.0)
 
         beta = jax.lax.logistic(rate(-2 * heads))
-        raw = rate(-heads) + constant(time_bias_ref)
-        # softplus without overflow
-        step = jnp.maximum(raw, 0.0) + jnp.log1p(jnp.exp(-jnp.abs(raw)))
+        decay = log_decay_of(rate(-heads), constant(log_rate_ref), constant(time_bias_ref))
         pltriton.store(beta_ref.at[row, head], beta, mask=real)
-        decay = -jnp.exp(constant(log_rate_ref)) * step
         pltriton.store(decay_ref.at[row, head], decay, mask=real)
 
 
@@ -151,7 +155,7 @@ def gdn_heads(
         grid=(dispatch.ceil_div(rows, tile_rows), programs, slots),
         in_specs=[
             pl.BlockSpec((part_count, None, rows, columns), lambda i, j, b: (0, b, 0, 0)),
-            of_slot(width - 1, channels),
+            of_slot(before.shape[1], channels),
             whole(width, channels),
             of_slot(rows, width),
             whole(heads),

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels import dispatch, gdn_wy
+from pallas_kernels import dispatch
 from pallas_kernels.dispatch import spread
 from pallas_kernels.gdn_pairs_pallas import (
     LEAF,
@@ -146,29 +146,6 @@ def _solve(matrix: jax.Array, wanted: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return update - split_dot(inverse, terms_for(changed, dtype))
 
 
-def _step_kernel(
-    query_ref,  # [Dk]
-    key_ref,  # [Dk]
-    value_ref,  # [tile]
-    decay_ref,  # float32 [1]
-    beta_ref,  # float32 [1]
-    state_ref,  # float32 [Dk, tile]
-    out_ref,  # [tile], out
-    update_ref,  # float32 [tile], out
-):
-    """A single node: the recurrence as it stands, bound by reading the state."""
-    shape, key_dim = state_ref.shape, key_ref.shape[0]
-    key, query = (ref[...].astype(jnp.float32) for ref in (key_ref, query_ref))
-    value = value_ref[...].astype(jnp.float32)
-    key = key * jax.lax.rsqrt(jnp.sum(key * key) + gdn_wy.EPS)
-    query = query * (jax.lax.rsqrt(jnp.sum(query * query) + gdn_wy.EPS) * key_dim**-0.5)
-    state = state_ref[...] * jnp.exp(jnp.maximum(decay_ref[0], gdn_wy.LEAST_LOG_DECAY))
-    update = beta_ref[0] * (value - jnp.sum(state * spread(key, shape, 0), axis=0))
-    out = jnp.sum(state * spread(query, shape, 0), axis=0) + jnp.sum(key * query) * update
-    update_ref[...] = update
-    out_ref[...] = out.astype(out_ref.dtype)
-
-
 def default_config(slots: int, nodes: int, heads: int, value_dim: int) -> Config:
     """Measured on an H200 (scripts/results/kernel_log.md): wide tiles once narrow ones queue."""
     rows = min(64, dispatch.lanes_for(nodes))
@@ -192,8 +169,6 @@ def gdn_tree(
     """Out and update, each [B, T, Hv, Dv], as `gdn_tree.definition` gives them."""
     slots, nodes, heads, value_dim = value.shape
     config = default_config(slots, nodes, heads, value_dim) if config is None else config
-    if nodes == 1:
-        return _step(query, key, value, log_decay, beta, state, config, interpret)
     padded = dispatch.ceil_div(nodes, config.block_rows) * config.block_rows
     found = gdn_pairs(
         query,
@@ -236,41 +211,3 @@ def gdn_tree(
         name="gdn_tree",
     )(query, key, value, beta, state, *found)
     return out, update
-
-
-def _step(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    log_decay: jax.Array,
-    beta: jax.Array,
-    state: jax.Array,
-    config: Config,
-    interpret: bool,
-) -> tuple[jax.Array, jax.Array]:
-    slots, _, key_heads, key_dim = key.shape
-    heads, value_dim = value.shape[2:]
-    group, tile = heads // key_heads, config.value_tile
-    key_row = pl.BlockSpec((None, None, None, key_dim), lambda i, h, b: (b, 0, h // group, 0))
-    value_row = pl.BlockSpec((None, None, None, tile), lambda i, h, b: (b, 0, h, i))
-    number = pl.BlockSpec((None, 1, None), lambda i, h, b: (b, 0, h))
-    return pl.pallas_call(
-        _step_kernel,
-        grid=(value_dim // tile, heads, slots),
-        in_specs=[
-            key_row,
-            key_row,
-            value_row,
-            number,
-            number,
-            pl.BlockSpec((None, None, key_dim, tile), lambda i, h, b: (b, h, 0, i)),
-        ],
-        out_specs=[value_row, value_row],
-        out_shape=[
-            jax.ShapeDtypeStruct(value.shape, value.dtype),
-            jax.ShapeDtypeStruct(value.shape, jnp.float32),
-        ],
-        compiler_params=pltriton.CompilerParams(num_warps=config.num_warps, num_stages=1),
-        interpret=interpret,
-        name="gdn_tree",
-    )(query, key, value, log_decay, beta, state)

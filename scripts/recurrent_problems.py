@@ -28,8 +28,9 @@ def heads(widths: Widths, case: Case) -> Problem:
 
     def arguments(draw: Draw) -> tuple:
         parts = draw.normal(1, slots, case.nodes, channels + values + rates)
-        before, kernel = draw.normal(slots, _TAPS - 1, channels), draw.normal(_TAPS, channels)
-        window = tree_window(best_first_tree(draw, slots, case.nodes), _TAPS)
+        before, kernel = draw.normal(slots, _TAPS, channels), draw.normal(_TAPS, channels)
+        lengths = jnp.arange(slots, dtype=jnp.int32) + 5
+        window = tree_window(best_first_tree(draw, slots, case.nodes), lengths, _TAPS)
         scales = (draw.normal(widths.gdn_heads, dtype=jnp.float32) for _ in range(2))
         return parts, before, kernel, window, *scales
 

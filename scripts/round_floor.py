@@ -84,7 +84,8 @@ def state_and_stash_bytes(pair: Pair, plan: RoundPlan) -> tuple[int, int]:
     def run(leaves: Leaves, tree: Tree):
         state = init_state(short, draft, slots=1, rows=32, dtype=jnp.bfloat16)
         target, lengths = structure.merge(leaves), state.lengths
-        return verify(target, state.target, tree, lengths, (), plan, state.recurrent).stash
+        recurrent, active = state.recurrent, state.active
+        return verify(target, state.target, tree, lengths, (), plan, recurrent, active).stash
 
     stash = jax.eval_shape(run, leaves, tree)
     whole = jax.eval_shape(

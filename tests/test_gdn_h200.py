@@ -8,7 +8,7 @@ import aot
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import gdn_chunk, gdn_commit, gdn_tree, shapes
+from pallas_kernels import gdn_chunk, gdn_commit, gdn_step, gdn_tree, shapes
 
 TRITON_CALL = "__gpu$xla.gpu.triton"
 
@@ -24,12 +24,10 @@ def arguments(shape):
     return keys, keys, values, numbers, numbers, state, visible
 
 
-@pytest.mark.parametrize("name", ["qwen3_6_27b_decode", "qwen3_6_27b_tree_batch"])
-def test_gdn_tree_compiles_and_keeps_no_state_of_a_node(name):
-    shape = shapes.GDN[name]
+def test_gdn_tree_compiles_and_keeps_no_state_of_a_node():
+    shape = shapes.GDN["qwen3_6_27b_tree_batch"]
     lowered = aot.lower(functools.partial(gdn_tree, max_depth=shape.depths), *arguments(shape))
-    # A single node needs no pairs.
-    assert lowered.as_text().count(TRITON_CALL) == (1 if shape.nodes == 1 else 2)
+    assert lowered.as_text().count(TRITON_CALL) == 2
     memory = aot.compile(lowered).memory_analysis()
     # Two numbers for any two nodes of a head; a state of every node would be 64 times a state.
     padded = 64 * math.ceil(shape.nodes / 64)
@@ -47,6 +45,31 @@ def test_gdn_commit_updates_the_state_in_place():
     assert lowered.as_text().count(TRITON_CALL) == 1
     memory = aot.compile(lowered).memory_analysis()
     assert memory.alias_size_in_bytes == 4 * math.prod(state.shape)
+    assert memory.temp_size_in_bytes == 0
+
+
+@pytest.mark.parametrize("slots", [1, 4])
+def test_a_token_is_one_kernel_in_place(slots):
+    shape = shapes.GDN["qwen3_6_27b_decode"]
+    keys, values = shape.key_heads * shape.key_dim, shape.heads * shape.value_dim
+    channels = 2 * keys + values
+    numbers = aot.argument((shape.heads,), jnp.float32)
+    state = (slots, shape.heads, shape.key_dim, shape.value_dim)
+    arrays = [
+        aot.argument((1, slots, 1, channels + values + 2 * shape.heads), jnp.bfloat16),
+        aot.argument((slots, 4, channels), jnp.bfloat16),
+        aot.argument((4, channels), jnp.bfloat16),
+        numbers,
+        numbers,
+        aot.argument((shape.value_dim,), jnp.float32),
+        aot.argument(state, jnp.float32),
+        *(aot.argument((slots,), jnp.int32) for _ in range(2)),
+    ]
+    step = functools.partial(gdn_step, num_key_heads=shape.key_heads, eps=1e-6)
+    lowered = aot.lower(step, *arrays, donate_argnums=(1, 6))
+    assert lowered.as_text().count(TRITON_CALL) == 1
+    memory = aot.compile(lowered).memory_analysis()
+    assert memory.alias_size_in_bytes == 4 * math.prod(state) + 2 * slots * 4 * channels
     assert memory.temp_size_in_bytes == 0
 
 

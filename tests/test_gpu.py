@@ -243,7 +243,8 @@ def test_recurrent_layer_is_its_definition(nodes, slots):
     heads, keys, dim = 48, 16, 128
     channels, values = (2 * keys + heads) * dim, heads * dim
     parts = normal(rng, 1, slots, nodes, channels + values + 2 * heads)
-    before, kernel = normal(rng, slots, 3, channels), normal(rng, 4, channels)
+    before, kernel = normal(rng, slots, 4, channels), normal(rng, 4, channels)
+    lengths = jnp.arange(slots, dtype=jnp.int32) + 5
     parent, depth, visible = random_tree(rng, slots, nodes)
     tree = Tree(*(jnp.asarray(x) for x in (parent, parent, depth, depth >= 0, depth * 1.0)))
     rates = normal(rng, heads, dtype=jnp.float32) - 2, normal(rng, heads, dtype=jnp.float32)
@@ -256,7 +257,7 @@ def test_recurrent_layer_is_its_definition(nodes, slots):
     count = jnp.asarray((path >= 0).sum(axis=1), jnp.int32)
 
     def run(kernels):
-        window = tree_window(tree, 4)
+        window = tree_window(tree, lengths, 4)
         given = gdn_heads(
             parts, before, kernel, window, *rates,
             num_key_heads=keys, key_dim=dim, implementation=kernels,

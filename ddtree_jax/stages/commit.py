@@ -47,7 +47,10 @@ def commit(
     stash: tuple[Stash, ...] = (),
     implementation: str | None = None,
 ) -> tuple[DecodeState, Emitted]:
-    """Compacts the accepted path behind each slot's prefix; inactive slots stay as they are."""
+    """Compacts the accepted path behind each slot's prefix; inactive slots stay as they are.
+
+    stash: of the recurrent layers; without one the recurrent state stays as it is.
+    """
     active = state.active
     width = walk.path.shape[1]
     node = jnp.maximum(walk.path, 0)
@@ -65,8 +68,10 @@ def commit(
         index = row_index(state.lengths, accepted, width, state.target.keys[0].shape[1])
         cache = write_rows(state.target, keys, values, index)
     recurrent = state.recurrent
-    if recurrent is not None:
-        recurrent = commit_recurrent(recurrent, stash, walk.path, accepted, implementation)
+    if stash:
+        recurrent = commit_recurrent(
+            recurrent, stash, walk.path, state.lengths, accepted, implementation
+        )
     # Emitted are the path without its root, which went out a round earlier, then the bonus.
     place = jnp.arange(width, dtype=jnp.int32)[None, :]
     after_root = jnp.pad(along_path(tree.token)[:, 1:], ((0, 0), (0, 1)))
