@@ -19,6 +19,20 @@ from pallas_kernels.gdn_tree_pallas import unsupported as unsupported
 from pallas_kernels.skinny_matmul_pallas import load_sum
 
 
+def _columns(parts_ref, column: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    return load_sum(parts_ref, column, mask=jnp.full(column.shape, True), dtype=dtype)
+
+
+def _convolved(inputs: list[jax.Array], taps: list[jax.Array], dtype: jnp.dtype) -> jax.Array:
+    """silu of the sum of inputs times taps, the newest first, rounded as `gdn_heads` rounds."""
+    total = None
+    for entries, tap in zip(inputs, taps, strict=True):
+        part = entries.astype(jnp.float32) * tap.astype(jnp.float32)
+        total = part if total is None else total + part
+    total = total.astype(dtype).astype(jnp.float32)
+    return (total * jax.lax.logistic(total)).astype(dtype).astype(jnp.float32)
+
+
 def _step_kernel(
     length_ref,  # int32 [1]
     count_ref,  # int32 [1]
@@ -42,47 +56,33 @@ def _step_kernel(
     head, values = pl.program_id(0), heads * value_dim
     keys, key_head = (channels - values) // 2, head // group
     length, runs = length_ref[0], count_ref[0] > 0
-    # The largest load comes first: behind the others its latency would show.
+    # All loads come before any arithmetic and any store, the largest first: behind those their
+    # latency would show.
     state = state_ref[...]
 
-    def convolve(first, size, writes):
+    def load(first, size):
+        """Columns of the product, then of the inputs before it, then the taps of all."""
         column = first + jax.lax.iota(jnp.int32, size)
-        real = jnp.full((size,), True)
-        own = load_sum(parts_ref, column, mask=real, dtype=dtype)
-        total = None
-        for distance in range(width):
-            row = jnp.full((size,), (length - distance + width) % width, jnp.int32)
-            entries = own if distance == 0 else pltriton.load(conv_ref.at[row, column])
-            tap = kernel_ref[jnp.full((size,), width - 1 - distance, jnp.int32), column]
-            part = entries.astype(jnp.float32) * tap.astype(jnp.float32)
-            total = part if total is None else total + part
-        row = jnp.full((size,), length % width, jnp.int32)
-        mask = jnp.full((size,), runs & writes)
-        pltriton.store(new_conv_ref.at[row, column], own, mask=mask)
-        total = total.astype(dtype).astype(jnp.float32)
-        return (total * jax.lax.logistic(total)).astype(dtype).astype(jnp.float32)
+        own = _columns(parts_ref, column, dtype)
+        lines = [jnp.full((size,), number, jnp.int32) for number in range(width)]
+        rows = [(length - line + width) % width for line in lines[1:]]
+        before = [pltriton.load(conv_ref.at[row, column]) for row in rows]
+        return column, [own, *before], [kernel_ref[line, column] for line in reversed(lines)]
 
-    def number(column):
-        column = jnp.full((1,), column, jnp.int32)
-        total = load_sum(parts_ref, column, mask=jnp.full((1,), True), dtype=dtype)
-        return jnp.sum(total.astype(jnp.float32))
+    columns = [
+        load(key_head * key_dim, key_dim),
+        load(keys + key_head * key_dim, key_dim),
+        load(2 * keys + head * value_dim, value_dim),
+    ]
+    first = channels + head * value_dim
+    gate = _columns(parts_ref, first + jax.lax.iota(jnp.int32, value_dim), dtype)
+    rates = (jnp.full((1,), channels + values + place, jnp.int32) for place in (head, heads + head))
+    beta, decay = (_columns(parts_ref, place, dtype).astype(jnp.float32) for place in rates)
+    scale, log_rate, time_bias = scale_ref[...], log_rate_ref[0], time_bias_ref[0]
 
-    once = head % group == 0
-    query = convolve(key_head * key_dim, key_dim, once)
-    key = convolve(keys + key_head * key_dim, key_dim, once)
-    value = convolve(2 * keys + head * value_dim, value_dim, True)
-    lane = jax.lax.iota(jnp.int32, value_dim)
-    gate = load_sum(
-        parts_ref,
-        channels + head * value_dim + lane,
-        mask=jnp.full((value_dim,), True),
-        dtype=dtype,
-    ).astype(jnp.float32)
-    beta = jax.lax.logistic(number(channels + values + head))
-    decay = number(channels + values + heads + head)
-    decay = log_decay_of(decay, log_rate_ref[0], time_bias_ref[0])
-    scale = scale_ref[...]
-
+    query, key, value = (_convolved(*entries[1:], dtype) for entries in columns)
+    beta = jax.lax.logistic(jnp.sum(beta))
+    decay = log_decay_of(jnp.sum(decay), log_rate, time_bias)
     key = key * jax.lax.rsqrt(jnp.sum(key * key) + gdn_wy.EPS)
     query = query * (jax.lax.rsqrt(jnp.sum(query * query) + gdn_wy.EPS) * key_dim**-0.5)
     state = state * jnp.exp(jnp.maximum(decay, gdn_wy.LEAST_LOG_DECAY))
@@ -98,7 +98,14 @@ def _step_kernel(
     answer = (asked + jnp.sum(key * query) * update).astype(dtype).astype(jnp.float32)
     scaling = jax.lax.rsqrt(jnp.sum(answer * answer) / value_dim + eps)
     normed = (answer * scaling).astype(dtype).astype(jnp.float32)
+    gate = gate.astype(jnp.float32)
     out_ref[...] = (normed * scale * (gate * jax.lax.logistic(gate))).astype(dtype)
+
+    for number, (column, inputs, _) in enumerate(columns):
+        writes = runs & ((head % group == 0) | (number == 2))  # a key head's rows are written once
+        row = jnp.full(column.shape, length % width, jnp.int32)
+        mask = jnp.full(column.shape, writes)
+        pltriton.store(new_conv_ref.at[row, column], inputs[0], mask=mask)
 
 
 @dispatch.lowered_once
@@ -116,7 +123,7 @@ def gdn_step(
     num_key_heads: int,
     eps: float,
     interpret: bool,
-    num_warps: int = 8,
+    num_warps: int = 4,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Out [B, 1, Hv, Dv], state and conv, as `gdn_step.definition` gives them."""
     part_count, columns = parts.shape[0], parts.shape[3]
