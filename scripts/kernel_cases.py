@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 from real_shapes import PAIRS
 
-RECURRENT_OPS = ("gdn_heads", "gdn_tree", "gated_norm", "gdn_commit")
+TREE_OPS = ("gdn_heads", "gdn_tree", "gated_norm", "gdn_commit")
+RECURRENT_OPS = (*TREE_OPS, "gdn_step")  # the last is of one node
 OPS = (
     "tree_attention",
     "skinny_matmul",
@@ -154,6 +155,12 @@ def _expert_cases(rows: Iterable[int]) -> list[Case]:
     return [case for op, names in EXPERT_OPS.items() for case in _cases(op, points, names)]
 
 
+def _recurrent_cases(points: Iterable[tuple[int, int]], slots: Iterable[int]) -> list[Case]:
+    """The ops of a tree at each (slots, nodes), and a step of so many slots."""
+    cases = [case for op in TREE_OPS for case in _cases(op, points)]
+    return cases + _cases("gdn_step", [(count, 1) for count in slots])
+
+
 def default_table() -> list[Case]:
     """Few enough for one sitting: each op where it matters, one size varied at a time."""
     one_slot = [(1, nodes, 2048) for nodes in (1, 16, 64, 128, 257)]
@@ -170,8 +177,7 @@ def default_table() -> list[Case]:
     cases += _cases("tree_build", [(1, 64), (8, 64), (1, 257)])
     cases += _cases("tree_accept", [(1, 64), (32, 257)])
     cases += _expert_cases((1, 16, 64, 128, 512))
-    points = [(1, 1), (1, 64), (1, 128), (4, 64)]
-    return cases + [case for op in RECURRENT_OPS for case in _cases(op, points)]
+    return cases + _recurrent_cases([(1, 1), (1, 64), (1, 128), (4, 64)], slots=(1, 4))
 
 
 def full_table() -> list[Case]:
@@ -189,7 +195,7 @@ def full_table() -> list[Case]:
     cases += _cases("topk_logsumexp", drafting)
     cases += _cases("tree_build", drafting) + _cases("tree_accept", drafting)
     cases += _expert_cases((*nodes, 512))
-    return cases + [case for op in RECURRENT_OPS for case in _cases(op, points)]
+    return cases + _recurrent_cases(points, slots)
 
 
 def tiny_table() -> list[Case]:
@@ -197,7 +203,7 @@ def tiny_table() -> list[Case]:
     cases = _attention([(2, 8, 40)], ragged=True)
     for op in OPS[1:]:
         variants = {"skinny_matmul": PRODUCTS[:1], "grouped_matmul": EXPERT_PRODUCTS[:1]}
-        cases += _cases(op, [(2, 8)], variants.get(op, ("",)))
+        cases += _cases(op, [(2, 1 if op == "gdn_step" else 8)], variants.get(op, ("",)))
     return cases
 
 

@@ -10,7 +10,7 @@ from kernel_problems import Cost, Draw, Problem, best_first_tree, by_slot, moves
 
 from ddtree_jax.recurrent import tree_window
 from ddtree_jax.tree import ancestor_mask
-from pallas_kernels import gated_norm, gdn_commit, gdn_heads, gdn_tree
+from pallas_kernels import gated_norm, gdn_commit, gdn_heads, gdn_step, gdn_tree
 from pallas_kernels.gdn_tree import definition as gdn_definition
 
 _EPS = 1e-6
@@ -102,9 +102,32 @@ def accepted_state(widths: Widths, case: Case) -> Problem:
     return Problem(arguments=arguments, op=gdn_commit, cost=cost)
 
 
+def token(widths: Widths, case: Case) -> Problem:
+    """All of a layer's recurrence for one token a slot."""
+    slots, heads, dim = case.slots, widths.gdn_heads, widths.gdn_dim
+    channels, values, rates = _columns(widths)
+
+    def arguments(draw: Draw) -> tuple:
+        parts = draw.normal(1, slots, 1, channels + values + rates)
+        conv, kernel = draw.normal(slots, _TAPS, channels), draw.normal(_TAPS, channels)
+        scales = (draw.normal(count, dtype=jnp.float32) for count in (heads, heads, dim))
+        state = draw.normal(slots, heads, dim, dim, dtype=jnp.float32, scale=0.5)
+        lengths = jnp.arange(slots, dtype=jnp.int32) + 5
+        return parts, conv, kernel, *scales, state, lengths, jnp.ones((slots,), jnp.int32)
+
+    def cost(arguments: tuple, result: Any) -> Cost:
+        """Three products with the state, and what is written of the convolution is one row."""
+        moved = size(arguments) + size(result.out, result.state) + size(result.conv) // _TAPS
+        return Cost(moved, 6 * result.state.size)
+
+    op = functools.partial(gdn_step, num_key_heads=widths.gdn_key_heads, eps=_EPS)
+    return Problem(arguments=arguments, op=op, cost=cost, cold=False)
+
+
 RECURRENT_PROBLEMS = {
     "gdn_heads": heads,
     "gdn_tree": delta_net,
     "gated_norm": gated_output,
     "gdn_commit": accepted_state,
+    "gdn_step": token,
 }

@@ -3,6 +3,8 @@
 JAX_PLATFORMS=cuda,cpu pytest -m gpu tests/test_gpu.py
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,6 +22,7 @@ from pallas_kernels import (
     gdn_chunk,
     gdn_commit,
     gdn_heads,
+    gdn_step,
     gdn_tree,
     grouped_down,
     grouped_gate_up,
@@ -276,6 +279,35 @@ def test_recurrent_layer_is_its_definition(nodes, slots):
     for ours, theirs in zip(run("pallas"), run("xla"), strict=True):
         ours, theirs = ours.astype(jnp.float32), theirs.astype(jnp.float32)
         assert float(jnp.linalg.norm(ours - theirs) / jnp.linalg.norm(theirs)) < 1e-2
+
+
+@pytest.mark.parametrize("heads", [32, 48])
+@pytest.mark.parametrize("slots", [1, 4])
+def test_a_token_of_a_recurrent_layer_is_its_definition(slots, heads):
+    """At the sizes of Qwen3.6-35B-A3B and 27B; the last of several slots does not run."""
+    rng = np.random.default_rng(heads)
+    keys, dim = 16, 128
+    channels, values = (2 * keys + heads) * dim, heads * dim
+    arrays = (
+        normal(rng, 1, slots, 1, channels + values + 2 * heads),
+        normal(rng, slots, 4, channels),
+        normal(rng, 4, channels),
+        normal(rng, heads, dtype=jnp.float32) - 2,
+        normal(rng, heads, dtype=jnp.float32),
+        normal(rng, dim, dtype=jnp.float32),
+        normal(rng, slots, heads, dim, dim, dtype=jnp.float32) * 0.3,
+        jnp.arange(slots, dtype=jnp.int32) + 6,
+        (jnp.arange(slots) < max(slots - 1, 1)).astype(jnp.int32),
+    )
+    step = functools.partial(gdn_step, num_key_heads=keys, eps=1e-6)
+    step = jax.jit(step, static_argnames="implementation")
+    ours, theirs = (step(*arrays, implementation=kernels) for kernels in ("pallas", "xla"))
+    np.testing.assert_array_equal(ours.conv, theirs.conv)
+    if slots > 1:
+        np.testing.assert_array_equal(ours.state[-1], arrays[6][-1])
+    for our, their in ((ours.state, theirs.state), (ours.out[:3], theirs.out[:3])):
+        our, their = our.astype(jnp.float32), their.astype(jnp.float32)
+        assert float(jnp.linalg.norm(our - their) / jnp.linalg.norm(their)) < 1e-2
 
 
 @pytest.mark.parametrize(("rows", "count"), [(32, 9), (128, 128), (512, 300)])
