@@ -22,6 +22,13 @@ def unsupported(dtype: jnp.dtype, size: int) -> str | None:
     return None
 
 
+def _warps(size: int) -> int:
+    """Measured on an H200 (scripts/results/kernel_log.md): four entries a thread, as one load
+    takes, but where those of a long row would be too many threads."""
+    lanes = dispatch.next_power_of_two(size)
+    return 8 if lanes > 4096 else max(1, lanes // 128)
+
+
 def _add_norm_kernel(
     x_ref,  # [1, D]
     update_ref,  # [P, 1, D]
@@ -77,7 +84,7 @@ def add_norm(
         ],
         out_specs=[row, row],
         out_shape=[jax.ShapeDtypeStruct((rows, size), dtype) for dtype in (x.dtype, scale.dtype)],
-        compiler_params=pltriton.CompilerParams(num_warps=8 if size > 2048 else 4, num_stages=1),
+        compiler_params=pltriton.CompilerParams(num_warps=_warps(size), num_stages=1),
         interpret=interpret,
         name="add_norm",
     )(x.reshape(rows, size), update.reshape(parts, rows, size), scale)

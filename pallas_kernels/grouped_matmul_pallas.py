@@ -45,9 +45,8 @@ def default_config(
     """Measured on an H200 at Qwen3.6-35B-A3B (scripts/results/kernel_log.md). halves: matrices
     that a program reads of an expert."""
     rows = 64 if entries > 16 * experts else 16
-    # A program reads 128 columns at a time where few programs must draw the memory rate.
     few = entries <= _FEW
-    columns = dispatch.divisor(outer, 128 // halves if few else 64)
+    columns = dispatch.divisor(outer, 64)
     most = _STAGE_BYTES[few] // ((rows + halves * columns) * itemsize)
     block = 1 << (min(most, 128).bit_length() - 1)
     return Config(tile_rows=rows, tile_columns=columns, block_inner=dispatch.divisor(inner, block))

@@ -42,24 +42,29 @@ def unsupported(dtype: jnp.dtype, *sides: int) -> str | None:
 
 def one_wave(inner: int, columns: int, dtype: jnp.dtype) -> bool:
     """Whether every program of one tile of rows has a multiprocessor of its own."""
-    config = default_config(inner, columns, dtype)
+    config = default_config(inner, columns, dtype, rows=_MOST_TILE_ROWS)
     return dispatch.ceil_div(columns, config.columns) * config.splits <= MULTIPROCESSORS
 
 
-def default_config(inner: int, columns: int, dtype: jnp.dtype) -> Config:
-    """Measured on an H200 (scripts/results/kernel_log.md) for the products of Qwen3-8B and
-    Qwen3.6-27B."""
+def default_config(inner: int, columns: int, dtype: jnp.dtype, rows: int) -> Config:
+    """Measured on an H200 (scripts/results/kernel_log.md) for the products of Qwen3-8B, Qwen3.6-27B
+    and 35B-A3B."""
     most = 128 if dtype == jnp.bfloat16 else 32
     wide = dispatch.divisor(columns, most)
     if wide < 16 or columns > 8 * most:
         # Part of one program of many idles, where narrow ones would all read in short rows.
         wide = min(most, dispatch.lanes_for(columns))
-    tiles = dispatch.ceil_div(columns, wide)
-    splits = _splits(inner, tiles)
-    share = inner // splits
-    short = splits > 1 and tiles * splits <= MULTIPROCESSORS  # loops, in one wave
-    if dtype == jnp.bfloat16 and short and wide == 128 and share % 128 == 0:
-        return Config(columns=wide, block=128, splits=splits, num_warps=8, num_stages=3)
+    splits = _splits(inner, dispatch.ceil_div(columns, wide))
+    few = rows <= 16
+    while few and wide > 32 and dispatch.ceil_div(columns, wide) * splits < PROGRAMS:
+        wide //= 2
+    programs, share = dispatch.ceil_div(columns, wide) * splits, inner // splits
+    if dtype == jnp.bfloat16 and programs <= MULTIPROCESSORS and share % 128 == 0:
+        # In one wave each program must keep many bytes on their way.
+        if few:
+            return Config(columns=wide, block=128, splits=splits)
+        if splits > 1 and wide == 128:
+            return Config(columns=wide, block=128, splits=splits, num_warps=8, num_stages=3)
     return Config(columns=wide, block=dispatch.divisor(share, 64), splits=splits)
 
 
@@ -152,7 +157,7 @@ def skinny_matmul(
     """[P, B, R, O] as `skinny_matmul.definition` gives them, in P parts."""
     inner, columns = kernel.shape
     rows = x.shape[0] * x.shape[1]
-    config = default_config(inner, columns, x.dtype) if config is None else config
+    config = default_config(inner, columns, x.dtype, rows) if config is None else config
     tile_rows, splits = row_tile(rows), config.splits
     tiles = dispatch.ceil_div(columns, config.columns)
     dtype = (dtype or x.dtype) if splits == 1 else jnp.float32

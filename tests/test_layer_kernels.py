@@ -62,13 +62,28 @@ def test_skinny_matmul_splits_the_inner_axis():
     assert_near(parts, quarters, jnp.float32)
 
 
-def test_default_config_divides_the_matrices_of_real_models():
-    for inner, columns in ((4096, 6144), (4096, 4096), (12288, 4096), (2560, 6144), (9728, 2560)):
-        config = skinny_matmul_pallas.default_config(inner, columns, jnp.dtype(jnp.bfloat16))
+@pytest.mark.parametrize("rows", [1, 16, 17, 128])
+def test_default_config_divides_the_matrices_of_real_models(rows):
+    dtype = jnp.dtype(jnp.bfloat16)
+    shapes = ((4096, 6144), (4096, 4096), (12288, 4096), (2560, 6144), (9728, 2560), (4096, 2048))
+    for inner, columns in shapes:
+        config = skinny_matmul_pallas.default_config(inner, columns, dtype, rows)
         assert columns % config.columns == 0
         assert inner % (config.splits * config.block) == 0
         # At least half the multiprocessors of an H200 read.
         assert columns // config.columns * config.splits >= 66
+
+
+def test_few_rows_draw_more_bytes_at_once():
+    """The router of Qwen3.6-35B-A3B, and the in-projection of its recurrent layers."""
+    dtype = jnp.dtype(jnp.bfloat16)
+    router = skinny_matmul_pallas.default_config(2048, 256, dtype, 1)
+    assert (256 // router.columns) * router.splits == 128
+    bytes_a_stage = []
+    for rows in (1, 64):
+        config = skinny_matmul_pallas.default_config(2048, 12352, dtype, rows)
+        bytes_a_stage.append(config.columns * config.block * 2)
+    assert bytes_a_stage == [32768, 16384]
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
