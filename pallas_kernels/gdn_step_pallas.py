@@ -123,7 +123,6 @@ def gdn_step(
     num_key_heads: int,
     eps: float,
     interpret: bool,
-    num_warps: int = 4,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Out [B, 1, Hv, Dv], state and conv, as `gdn_step.definition` gives them."""
     part_count, columns = parts.shape[0], parts.shape[3]
@@ -136,6 +135,8 @@ def gdn_step(
     out_row = pl.BlockSpec((None, None, None, value_dim), lambda h, b: (b, 0, h, 0))
     out = jax.ShapeDtypeStruct((slots, 1, heads, value_dim), conv.dtype)
     moved = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (state, conv)]
+    # 128 numbers of the state a thread: fewer spend more on sums between warps, more would spill.
+    num_warps = max(1, min(16, key_dim * value_dim // (128 * 32)))
     return pl.pallas_call(
         functools.partial(_step_kernel, heads=heads, group=heads // num_key_heads, eps=eps),
         grid=(heads, slots),
