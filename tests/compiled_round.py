@@ -62,15 +62,21 @@ def _abstract(tree):
 
 
 def compile_round(
-    target_config: TargetConfig, draft_config: DraftConfig, *, rows: int, dump: Path
+    target_config: TargetConfig,
+    draft_config: DraftConfig,
+    *,
+    rows: int,
+    dump: Path,
+    budget: int = 63,
 ) -> CompiledRound:
-    """Eight rounds of a tree of 63 nodes, one slot, bfloat16, greedy."""
+    """Eight rounds of a tree of `budget` nodes, one slot, bfloat16, greedy; 0 runs no drafter."""
     target, target_leaves = abstract_model(target_type(target_config), target_config)
     draft, draft_leaves = abstract_model(DFlash, draft_config)
+    drafting = draft_config if budget else None
     state = jax.eval_shape(
-        lambda: init_state(target_config, draft_config, slots=1, rows=rows, dtype=jnp.bfloat16)
+        lambda: init_state(target_config, drafting, slots=1, rows=rows, dtype=jnp.bfloat16)
     )
-    plan = RoundPlan.of(TreeSettings(tree_budget=63), draft_config, "pallas")
+    plan = RoundPlan.of(TreeSettings(tree_budget=budget), draft_config, "pallas")
     decode = make_decode(target, draft, plan=plan, mode="greedy", rounds=8)
     with aot.h200():
         lowered = decode.lower(*_abstract((target_leaves, draft_leaves, state)))

@@ -97,7 +97,8 @@ def test_no_weight_and_no_state_is_copied(compiled_round):
     moved, state = compiled_round.moved, compiled_round.state
     # Weights are larger than any activation that moves (the MLP's rows and the tapped features).
     assert not {shape: count for shape, count in moved.items() if count > 64 * 18_000}
-    kept = (state.recurrent.matrix[0], state.target.keys[0], state.draft.keys[0])
+    recurrent = state.recurrent
+    kept = (recurrent.matrix[0], recurrent.conv[0], state.target.keys[0], state.draft.keys[0])
     assert not {_dims(leaf.shape) for leaf in kept} & {_dims(shape) for shape in moved}
 
 
@@ -113,3 +114,16 @@ def test_kernels_are_in_the_round(compiled_round):
     for name, count in counts.items():
         calls = re.findall(rf'custom-call\(.*op_name="[^"]*/{name}/', text)
         assert len(calls) == count, name
+
+
+def test_a_round_of_one_token_moves_the_state_where_it_lies(tmp_path):
+    """Three recurrent layers: a kernel each, no commit, and no copy of a state or an input."""
+    config = TARGETS["35b_a3b"]
+    found = compile_round(config, draft_config(config), rows=ROWS, dump=tmp_path, budget=0)
+    assert found.program.memory_analysis().alias_size_in_bytes >= found.state_bytes
+    text = found.program.as_text()
+    for name, count in {"gdn_step": 3, "gdn_commit": 0, "gdn_heads": 0, "gated_norm": 0}.items():
+        assert len(re.findall(rf'custom-call\(.*op_name="[^"]*/{name}/', text)) == count, name
+    recurrent = found.state.recurrent
+    kept = {_dims(leaf.shape) for leaf in (recurrent.matrix[0], recurrent.conv[0])}
+    assert not kept & {_dims(shape) for shape in found.moved}
