@@ -97,9 +97,20 @@ class TreeRecurrence:
         return gated(rows, nodes.out, self._implementation)
 
 
-class StepRecurrence:
-    """The recurrence of one token a slot, `count` 0 or 1; `take` gives the state after it, once all
-    layers have called."""
+class _Moving:
+    """A recurrence that moves the state itself; `take` gives what its layers left in `_after`, once
+    all of them have called."""
+
+    def __init__(self, config: HybridConfig, state: RecurrentState):
+        self._config, self._state = config, state
+        self._after: list[tuple[Array, Array]] = []
+
+    def take(self) -> RecurrentState:
+        return RecurrentState(*zip(*self._after, strict=True))
+
+
+class StepRecurrence(_Moving):
+    """The recurrence of one token a slot, `count` 0 or 1."""
 
     def __init__(
         self,
@@ -109,10 +120,8 @@ class StepRecurrence:
         count: Int[Array, " B"],
         implementation: str | None,
     ):
-        self._config, self._state = config, state
+        super().__init__(config, state)
         self._lengths, self._count, self._implementation = lengths, count, implementation
-        self._matrix: list[Array] = []
-        self._conv: list[Array] = []
 
     def __call__(self, number: int, rows: GdnRows) -> Float[Array, "B 1 Hv Dv"]:
         step = gdn_step(
@@ -129,12 +138,8 @@ class StepRecurrence:
             eps=rows.eps,
             implementation=self._implementation,
         )
-        self._matrix.append(step.state)
-        self._conv.append(step.conv)
+        self._after.append((step.state, step.conv))
         return step.out
-
-    def take(self) -> RecurrentState:
-        return RecurrentState(tuple(self._matrix), tuple(self._conv))
 
 
 def commit_recurrent(
@@ -182,11 +187,9 @@ def _keep_inputs(
     return jnp.where((place >= 0)[:, :, None], new, before)
 
 
-class ChunkRecurrence:
-    """The recurrence of part of a prompt: P rows, `count` of them real, in one slot.
-
-    `take` gives the whole state with this slot moved on, once all layers have called.
-    """
+class ChunkRecurrence(_Moving):
+    """The recurrence of part of a prompt: P rows, `count` of them real, in one slot; the others
+    stay as they are."""
 
     def __init__(
         self,
@@ -197,35 +200,23 @@ class ChunkRecurrence:
         count: Int[Array, " 1"],
         size: int,
     ):
-        self._config, self._state = config, state
+        super().__init__(config, state)
         self._slot, self._start, self._count = slot, start, count
         self._path = jnp.arange(size, dtype=jnp.int32)[None, :]
         width = config.conv_width
         place = self._path[:, :, None] - jnp.arange(width, dtype=jnp.int32)[None, None, :]
         self._window = jnp.where(place < 0, (start[0] + place) % width, width + place)
-        self._matrix: list[Array] = []
-        self._conv: list[Array] = []
 
     def __call__(self, number: int, rows: GdnRows) -> Float[Array, "1 P Hv Dv"]:
-        before, matrix = (
-            self._of_slot(part[number]) for part in (self._state.conv, self._state.matrix)
-        )
+        layer = self._state.matrix[number], self._state.conv[number]
+        matrix, before = (self._of_slot(part) for part in layer)
         heads = heads_of(self._config, rows, before, self._window)
         out, matrix = gdn_chunk(*heads[:5], matrix, self._count)
         kept = _keep_inputs(before, heads.mixed, self._path, self._start, self._count)
-        self._matrix.append(matrix)
-        self._conv.append(kept)
+        moved = zip(layer, (matrix, kept), strict=True)
+        self._after.append(tuple(part.at[self._slot].set(entry) for part, entry in moved))
         return gated(rows, out)
 
     def _of_slot(self, part: Array) -> Array:
         """The slot's entry; nothing of the slot's last request is left at a prompt's start."""
         return jnp.where(self._start[0] == 0, jnp.zeros((), part.dtype), part[self._slot])
-
-    def take(self) -> RecurrentState:
-        def put(whole: tuple[Array, ...], entries: list[Array]) -> tuple[Array, ...]:
-            pairs = zip(whole, entries, strict=True)
-            return tuple(layer.at[self._slot].set(entry) for layer, entry in pairs)
-
-        return RecurrentState(
-            put(self._state.matrix, self._matrix), put(self._state.conv, self._conv)
-        )

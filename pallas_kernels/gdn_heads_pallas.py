@@ -2,6 +2,7 @@
 some columns."""
 
 import functools
+from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +40,28 @@ def log_decay_of(decay: jax.Array, log_rate: jax.Array, time_bias: jax.Array) ->
     raw = decay + time_bias
     softplus = jnp.maximum(raw, 0.0) + jnp.log1p(jnp.exp(-jnp.abs(raw)))  # without overflow
     return -jnp.exp(log_rate) * softplus
+
+
+def _silu(x: jax.Array) -> jax.Array:
+    return x * jax.lax.logistic(x)
+
+
+def convolved(entries: Iterable[tuple[jax.Array, jax.Array]], dtype: jnp.dtype) -> jax.Array:
+    """silu of the sum of inputs times taps, the newest first, inside a kernel."""
+    total = None
+    for row, tap in entries:
+        part = row.astype(jnp.float32) * tap.astype(jnp.float32)
+        total = part if total is None else total + part
+    return _silu(total.astype(dtype).astype(jnp.float32)).astype(dtype)
+
+
+def normed_and_gated(x: jax.Array, gate: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+    """Rows [.., Dv] of `gated_norm` in their dtype, inside a kernel."""
+    dtype, wide = x.dtype, x.astype(jnp.float32)
+    scaling = jax.lax.rsqrt(jnp.sum(wide * wide, axis=-1) / x.shape[-1] + eps)
+    scaling = jax.lax.broadcast_in_dim(scaling, x.shape, tuple(range(x.ndim - 1)))
+    normed = (wide * scaling).astype(dtype).astype(jnp.float32)
+    return (normed * scale * _silu(gate.astype(jnp.float32))).astype(dtype)
 
 
 def _heads_kernel(
@@ -82,17 +105,16 @@ def _heads_kernel(
 
     def convolve():
         column = number * tile + lane
-        total = None
-        for distance in range(width):
-            entries = tap(distance, column)
-            if distance == 0:
-                pltriton.store(mixed_ref.at[row, column], entries, mask=inside)
-            own = jnp.full(shape, width - 1 - distance, jnp.int32)
-            own = kernel_ref[own, column].astype(jnp.float32)
-            part = entries.astype(jnp.float32) * own
-            total = part if total is None else total + part
-        total = total.astype(dtype).astype(jnp.float32)
-        return (total * jax.lax.logistic(total)).astype(dtype)
+
+        def pairs():
+            for distance in range(width):
+                entries = tap(distance, column)
+                if distance == 0:
+                    pltriton.store(mixed_ref.at[row, column], entries, mask=inside)
+                own = jnp.full(shape, width - 1 - distance, jnp.int32)
+                yield entries, kernel_ref[own, column]
+
+        return convolved(pairs(), dtype)
 
     @pl.when(number < channels // tile)
     def _():
@@ -188,12 +210,8 @@ def _norm_kernel(
     # All loads come first: behind the reduction their latency would show.
     gate = load_sum(parts_ref, row, start + head * size + lane, mask=inside, dtype=dtype)
     scale = scale_ref[lane]
-    x = pltriton.load(x_ref.at[row, head, lane], mask=inside, other=0.0).astype(jnp.float32)
-    scaling = jax.lax.rsqrt(jnp.sum(x * x, axis=1) / size + eps)
-    normed = (x * spread(scaling, shape, 0)).astype(dtype).astype(jnp.float32)
-    gate = gate.astype(jnp.float32)
-    out = normed * scale * (gate * jax.lax.logistic(gate))
-    pltriton.store(out_ref.at[row, head, lane], out.astype(dtype), mask=inside)
+    x = pltriton.load(x_ref.at[row, head, lane], mask=inside, other=0.0)
+    pltriton.store(out_ref.at[row, head, lane], normed_and_gated(x, gate, scale, eps), mask=inside)
 
 
 @dispatch.lowered_once

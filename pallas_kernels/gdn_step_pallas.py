@@ -14,23 +14,13 @@ from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels import dispatch, gdn_wy
 from pallas_kernels.dispatch import spread, whole
-from pallas_kernels.gdn_heads_pallas import log_decay_of
+from pallas_kernels.gdn_heads_pallas import convolved, log_decay_of, normed_and_gated
 from pallas_kernels.gdn_tree_pallas import unsupported as unsupported
 from pallas_kernels.skinny_matmul_pallas import load_sum
 
 
 def _columns(parts_ref, column: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return load_sum(parts_ref, column, mask=jnp.full(column.shape, True), dtype=dtype)
-
-
-def _convolved(inputs: list[jax.Array], taps: list[jax.Array], dtype: jnp.dtype) -> jax.Array:
-    """silu of the sum of inputs times taps, the newest first, rounded as `gdn_heads` rounds."""
-    total = None
-    for entries, tap in zip(inputs, taps, strict=True):
-        part = entries.astype(jnp.float32) * tap.astype(jnp.float32)
-        total = part if total is None else total + part
-    total = total.astype(dtype).astype(jnp.float32)
-    return (total * jax.lax.logistic(total)).astype(dtype).astype(jnp.float32)
 
 
 def _step_kernel(
@@ -80,7 +70,10 @@ def _step_kernel(
     beta, decay = (_columns(parts_ref, place, dtype).astype(jnp.float32) for place in rates)
     scale, log_rate, time_bias = scale_ref[...], log_rate_ref[0], time_bias_ref[0]
 
-    query, key, value = (_convolved(*entries[1:], dtype) for entries in columns)
+    query, key, value = (
+        convolved(zip(inputs, taps, strict=True), dtype).astype(jnp.float32)
+        for _, inputs, taps in columns
+    )
     beta = jax.lax.logistic(jnp.sum(beta))
     decay = log_decay_of(jnp.sum(decay), log_rate, time_bias)
     key = key * jax.lax.rsqrt(jnp.sum(key * key) + gdn_wy.EPS)
@@ -95,11 +88,8 @@ def _step_kernel(
     pltriton.store(new_state_ref.at[place], new, mask=jnp.full(shape, runs))
 
     # As `gated_norm` reads it: in the dtype that the recurrence answers in.
-    answer = (asked + jnp.sum(key * query) * update).astype(dtype).astype(jnp.float32)
-    scaling = jax.lax.rsqrt(jnp.sum(answer * answer) / value_dim + eps)
-    normed = (answer * scaling).astype(dtype).astype(jnp.float32)
-    gate = gate.astype(jnp.float32)
-    out_ref[...] = (normed * scale * (gate * jax.lax.logistic(gate))).astype(dtype)
+    answer = (asked + jnp.sum(key * query) * update).astype(dtype)
+    out_ref[...] = normed_and_gated(answer, gate, scale, eps)
 
     for number, (column, inputs, _) in enumerate(columns):
         writes = runs & ((head % group == 0) | (number == 2))  # a key head's rows are written once
