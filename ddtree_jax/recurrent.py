@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from ddtree_jax.config import HybridConfig, TargetConfig
-from ddtree_jax.models.gdn import GdnRows, gated, heads_of
+from ddtree_jax.models.gdn import GdnRows, heads_of
 from ddtree_jax.tree import Tree
 from pallas_kernels import gdn_chunk, gdn_commit, gdn_step, gdn_tree
 
@@ -94,7 +94,7 @@ class TreeRecurrence:
             implementation=self._implementation,
         )
         self.stash.append(Stash(heads.mixed, heads.key, nodes.update, heads.log_decay))
-        return gated(rows, nodes.out, self._implementation)
+        return nodes.out
 
 
 class _Moving:
@@ -130,12 +130,10 @@ class StepRecurrence(_Moving):
             rows.kernel,
             rows.log_rate,
             rows.time_bias,
-            rows.scale,
             self._state.matrix[number],
             self._lengths,
             self._count,
             num_key_heads=self._config.num_key_heads,
-            eps=rows.eps,
             implementation=self._implementation,
         )
         self._after.append((step.state, step.conv))
@@ -215,7 +213,7 @@ class ChunkRecurrence(_Moving):
         kept = _keep_inputs(before, heads.mixed, self._path, self._start, self._count)
         moved = zip(layer, (matrix, kept), strict=True)
         self._after.append(tuple(part.at[self._slot].set(entry) for part, entry in moved))
-        return gated(rows, out)
+        return out
 
     def _of_slot(self, part: Array) -> Array:
         """The slot's entry; nothing of the slot's last request is left at a prompt's start."""

@@ -1,4 +1,4 @@
-"""One token of a Gated DeltaNet layer: from the in-projection to the gated output, the state moved.
+"""One token of a Gated DeltaNet layer: from the in-projection to the answer, the state moved.
 
 `gdn_step` is the public op; `definition` is what it means: the ops of a tree, for a tree of one
 node that is accepted. A round without a draft need not wait for a walk, so nothing is kept for a
@@ -12,12 +12,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
 from pallas_kernels import dispatch, gdn_step_pallas, gdn_wy
-from pallas_kernels.gdn_heads import check_heads, gated_norm_definition
+from pallas_kernels.gdn_heads import check_heads
 from pallas_kernels.gdn_heads import definition as heads_definition
 
 
 class GdnStep(NamedTuple):
-    """out: the gated norm of what the recurrence answers. state and conv: after the token."""
+    """out: what the recurrence answers. state and conv: after the token."""
 
     out: Float[Array, "B 1 Hv Dv"]
     state: Float32[Array, "B Hv Dk Dv"]
@@ -30,22 +30,19 @@ def gdn_step(
     kernel: Float[Array, "W Ck"],
     log_rate: Float32[Array, " Hv"],
     time_bias: Float32[Array, " Hv"],
-    scale: Float32[Array, " Dv"],
     state: Float32[Array, "B Hv Dk Dv"],
     lengths: Int[Array, " B"],
     count: Int[Array, " B"],
     *,
     num_key_heads: int,
-    eps: float,
     implementation: dispatch.Implementation | None = None,
 ) -> GdnStep:
-    """`gdn_heads`, `gdn_tree`, `gated_norm` and `gdn_commit` of one node.
+    """`gdn_heads`, `gdn_tree` and `gdn_commit` of one node.
 
     Args:
       parts, kernel, log_rate, time_bias: as of `gdn_heads`.
       conv: the last W inputs of the convolution, that of position p in row p mod W; zero before
         the start. bfloat16 or float32, which is the dtype of `out`.
-      scale, eps: as of `gated_norm`.
       state: of the committed prefix, Dk its third size.
       lengths: position of the token. count: 1 takes it into `state` and `conv`; a slot with 0
         leaves both as they are, bit by bit, and its `out` means nothing.
@@ -59,13 +56,16 @@ def gdn_step(
 
     Source: Gated DeltaNet, arXiv 2412.06464, eq. 10.
     """
-    arrays = (parts, conv, kernel, log_rate, time_bias, scale, state, lengths, count)
+    arrays = (parts, conv, kernel, log_rate, time_bias, state, lengths, count)
     _check(*arrays, num_key_heads=num_key_heads)
     unsupported = gdn_step_pallas.unsupported(conv.dtype, *state.shape[2:])
-    options = {"num_key_heads": num_key_heads, "eps": eps}
     if dispatch.choose("gdn_step", implementation, unsupported) == "xla":
-        return definition(*arrays, **options)
-    return GdnStep(*gdn_step_pallas.gdn_step(*arrays, **options, interpret=dispatch.interpret()))
+        return definition(*arrays, num_key_heads=num_key_heads)
+    return GdnStep(
+        *gdn_step_pallas.gdn_step(
+            *arrays, num_key_heads=num_key_heads, interpret=dispatch.interpret()
+        )
+    )
 
 
 def definition(
@@ -74,13 +74,11 @@ def definition(
     kernel: Float[Array, "W Ck"],
     log_rate: Float32[Array, " Hv"],
     time_bias: Float32[Array, " Hv"],
-    scale: Float32[Array, " Dv"],
     state: Float32[Array, "B Hv Dk Dv"],
     lengths: Int[Array, " B"],
     count: Int[Array, " B"],
     *,
     num_key_heads: int,
-    eps: float,
 ) -> GdnStep:
     """The meaning of `gdn_step` in plain jnp."""
     slots, width = conv.shape[:2]
@@ -102,7 +100,7 @@ def definition(
     row = jnp.arange(width, dtype=jnp.int32)[None, :]
     new = (row == (lengths % width)[:, None]) & (count > 0)[:, None]
     return GdnStep(
-        gated_norm_definition(out, parts, scale, start=kernel.shape[1], eps=eps),
+        out,
         gdn_wy.commit(state, heads.key, update, heads.log_decay, root, count),
         jnp.where(new[:, :, None], heads.mixed, conv),
     )
@@ -114,7 +112,6 @@ def _check(
     kernel: jax.Array,
     log_rate: jax.Array,
     time_bias: jax.Array,
-    scale: jax.Array,
     state: jax.Array,
     lengths: jax.Array,
     count: jax.Array,
@@ -136,7 +133,6 @@ def _check(
         ("kernel", kernel, (width, channels)),
         ("conv", conv, (slots, width, channels)),
         ("log_rate", log_rate, (heads,)),
-        ("scale", scale, (value_dim,)),
         ("lengths", lengths, (slots,)),
         ("count", count, (slots,)),
     ):

@@ -103,14 +103,14 @@ def accepted_state(widths: Widths, case: Case) -> Problem:
 
 
 def token(widths: Widths, case: Case) -> Problem:
-    """All of a layer's recurrence for one token a slot."""
+    """A layer's convolution and recurrence for one token a slot."""
     slots, heads, dim = case.slots, widths.gdn_heads, widths.gdn_dim
     channels, values, rates = _columns(widths)
 
     def arguments(draw: Draw) -> tuple:
         parts = draw.normal(1, slots, 1, channels + values + rates)
         conv, kernel = draw.normal(slots, _TAPS, channels), draw.normal(_TAPS, channels)
-        scales = (draw.normal(count, dtype=jnp.float32) for count in (heads, heads, dim))
+        scales = (draw.normal(count, dtype=jnp.float32) for count in (heads, heads))
         state = draw.normal(slots, heads, dim, dim, dtype=jnp.float32, scale=0.5)
         lengths = jnp.arange(slots, dtype=jnp.int32) + 5
         return parts, conv, kernel, *scales, state, lengths, jnp.ones((slots,), jnp.int32)
@@ -120,7 +120,7 @@ def token(widths: Widths, case: Case) -> Problem:
         moved = size(arguments) + size(result.out, result.state) + size(result.conv) // _TAPS
         return Cost(moved, 6 * result.state.size)
 
-    op = functools.partial(gdn_step, num_key_heads=widths.gdn_key_heads, eps=_EPS)
+    op = functools.partial(gdn_step, num_key_heads=widths.gdn_key_heads)
     return Problem(arguments=arguments, op=op, cost=cost, cold=False)
 
 

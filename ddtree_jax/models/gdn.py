@@ -18,18 +18,15 @@ from pallas_kernels.gdn_heads import GdnHeads
 
 
 class GdnRows(NamedTuple):
-    """What one layer asks of its recurrence for R rows: arguments of `pallas_kernels.gdn_heads` and
-    of `gated_norm`."""
+    """What one layer asks of its recurrence for R rows: arguments of `pallas_kernels.gdn_heads`."""
 
     parts: Float[Array, "P B R C"]
     kernel: Float[Array, "W Ck"]
     log_rate: Float32[Array, " Hv"]
     time_bias: Float32[Array, " Hv"]
-    scale: Float32[Array, " Dv"]
-    eps: float
 
 
-# (number of the recurrent layer, its rows) -> gated norm of what the state answers [B, R, Hv, Dv]
+# (number of the recurrent layer, its rows) -> what the state answers [B, R, Hv, Dv]
 Recur = Callable[[int, GdnRows], Array]
 
 
@@ -50,20 +47,6 @@ def heads_of(
         rows.time_bias,
         num_key_heads=config.num_key_heads,
         key_dim=config.key_dim,
-        implementation=implementation,
-    )
-
-
-def gated(
-    rows: GdnRows, answer: Float[Array, "B R Hv Dv"], implementation: Implementation = None
-) -> Float[Array, "B R Hv Dv"]:
-    """The norm of what the recurrence answers, times the rows' gate."""
-    return gated_norm(
-        answer,
-        rows.parts,
-        rows.scale,
-        start=rows.kernel.shape[1],
-        eps=rows.eps,
         implementation=implementation,
     )
 
@@ -91,14 +74,14 @@ class GatedDeltaNet(nnx.Module):
     ) -> Float[Array, "P B R D"]:
         """number: which of the recurrent layers this is."""
         parts = skinny_matmul(x, self.inputs[...], implementation=kernels)
-        rows = GdnRows(
+        rows = GdnRows(parts, self.conv[...], self.log_rate[...], self.time_bias[...])
+        gated = gated_norm(
+            recur(number, rows),
             parts,
-            self.conv[...],
-            self.log_rate[...],
-            self.time_bias[...],
             self.norm_scale[...],
-            self.eps,
+            start=self.config.conv_channels,
+            eps=self.eps,
+            implementation=kernels,
         )
-        answer = recur(number, rows)
-        answer = answer.reshape(*x.shape[:2], -1)
-        return skinny_matmul(answer, self.out[...], implementation=kernels)
+        gated = gated.reshape(*x.shape[:2], -1)
+        return skinny_matmul(gated, self.out[...], implementation=kernels)
