@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from ddtree_jax.config import HybridConfig, TargetConfig
-from ddtree_jax.models.gdn import GdnRows, heads_of
+from ddtree_jax.models.gdn import Answer, GdnRows, heads_of
 from ddtree_jax.tree import Tree
 from pallas_kernels import gdn_chunk, gdn_commit, gdn_step, gdn_tree
 
@@ -83,7 +83,7 @@ class TreeRecurrence:
         self._window = tree_window(tree, lengths, config.conv_width)
         self._max_depth, self._implementation = max_depth, implementation
 
-    def __call__(self, number: int, rows: GdnRows) -> Float[Array, "B T Hv Dv"]:
+    def __call__(self, number: int, rows: GdnRows) -> Answer:
         before = self._state.conv[number]
         heads = heads_of(self._config, rows, before, self._window, self._implementation)
         nodes = gdn_tree(
@@ -94,7 +94,7 @@ class TreeRecurrence:
             implementation=self._implementation,
         )
         self.stash.append(Stash(heads.mixed, heads.key, nodes.update, heads.log_decay))
-        return nodes.out
+        return Answer(nodes.out)
 
 
 class _Moving:
@@ -123,13 +123,14 @@ class StepRecurrence(_Moving):
         super().__init__(config, state)
         self._lengths, self._count, self._implementation = lengths, count, implementation
 
-    def __call__(self, number: int, rows: GdnRows) -> Float[Array, "B 1 Hv Dv"]:
+    def __call__(self, number: int, rows: GdnRows) -> Answer:
         step = gdn_step(
             rows.parts,
             self._state.conv[number],
             rows.kernel,
             rows.log_rate,
             rows.time_bias,
+            rows.scale,
             self._state.matrix[number],
             self._lengths,
             self._count,
@@ -137,7 +138,7 @@ class StepRecurrence(_Moving):
             implementation=self._implementation,
         )
         self._after.append((step.state, step.conv))
-        return step.out
+        return Answer(step.out, step.squares)
 
 
 def commit_recurrent(
@@ -205,7 +206,7 @@ class ChunkRecurrence(_Moving):
         place = self._path[:, :, None] - jnp.arange(width, dtype=jnp.int32)[None, None, :]
         self._window = jnp.where(place < 0, (start[0] + place) % width, width + place)
 
-    def __call__(self, number: int, rows: GdnRows) -> Float[Array, "1 P Hv Dv"]:
+    def __call__(self, number: int, rows: GdnRows) -> Answer:
         layer = self._state.matrix[number], self._state.conv[number]
         matrix, before = (self._of_slot(part) for part in layer)
         heads = heads_of(self._config, rows, before, self._window)
@@ -213,7 +214,7 @@ class ChunkRecurrence(_Moving):
         kept = _keep_inputs(before, heads.mixed, self._path, self._start, self._count)
         moved = zip(layer, (matrix, kept), strict=True)
         self._after.append(tuple(part.at[self._slot].set(entry) for part, entry in moved))
-        return out
+        return Answer(out)
 
     def _of_slot(self, part: Array) -> Array:
         """The slot's entry; nothing of the slot's last request is left at a prompt's start."""

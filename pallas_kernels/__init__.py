@@ -12,7 +12,9 @@ from pallas_kernels.gdn_tree import gdn_commit as gdn_commit
 from pallas_kernels.gdn_tree import gdn_tree as gdn_tree
 from pallas_kernels.grouped_matmul import grouped_down as grouped_down
 from pallas_kernels.grouped_matmul import grouped_gate_up as grouped_gate_up
+from pallas_kernels.normed_matmul import normed_matmul as normed_matmul
 from pallas_kernels.rotate_heads import rotate_heads as rotate_heads
+from pallas_kernels.routed_gate_up import routed_gate_up as routed_gate_up
 from pallas_kernels.skinny_matmul import skinny_matmul as skinny_matmul
 from pallas_kernels.sort_by_expert import sort_by_expert as sort_by_expert
 from pallas_kernels.topk_logsumexp import topk_logsumexp as topk_logsumexp

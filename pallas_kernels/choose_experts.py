@@ -22,7 +22,7 @@ def choose_experts(
 ) -> tuple[Float32[Array, "B R K"], Int32[Array, "B R K"]]:
     """(weights, ids) of the `count` likeliest experts of each row, likeliest first.
 
-    The softmax over all experts runs in float32; of equal shares the lower id goes first, as in
+    The softmax over all experts runs in float32; of equal logits the lower id goes first, as in
     `jax.lax.top_k`. With a shared expert K = count + 1: the last is the shared expert, id E.
 
     Args:
@@ -61,8 +61,9 @@ def definition(
     normalise: bool,
 ) -> tuple[Float32[Array, "B R K"], Int32[Array, "B R K"]]:
     """The meaning of `choose_experts` in plain jnp."""
-    share = jax.nn.softmax(sum_parts(parts, jnp.float32), axis=-1)
-    weight, index = jax.lax.top_k(share, count)
+    logits = sum_parts(parts, jnp.float32)
+    _, index = jax.lax.top_k(logits, count)
+    weight = jnp.take_along_axis(jax.nn.softmax(logits, axis=-1), index, axis=-1)
     if normalise:
         weight = weight / jnp.sum(weight, axis=-1, keepdims=True)
     if shared_gate is not None:

@@ -14,6 +14,7 @@ from pallas_kernels import dispatch
 from pallas_kernels.skinny_matmul_pallas import load_sum
 
 _MOST_LANES = 2048
+_LEAST = -(2**31)
 _DOT_LANES = 1024
 
 
@@ -26,9 +27,32 @@ def unsupported(dtype: jnp.dtype, experts: int) -> str | None:
     return None
 
 
-def _dot(x_ref, gate_ref) -> jax.Array:
-    """x . gate of the program's row, in float32."""
-    size = x_ref.shape[1]
+def logits_of(parts_ref, lane: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Logits [lanes] of parts_ref [P, 1, E], and int32 that compare as they do, a NaN as some
+    number; behind the experts the least."""
+    inside = lane < parts_ref.shape[2]
+    logit = load_sum(parts_ref, 0, lane, mask=inside, dtype=jnp.float32)
+    bits = dispatch.ordered_bits(jax.lax.bitcast_convert_type(logit, jnp.int32))
+    return logit, jnp.where(inside, jnp.maximum(bits, _LEAST + 1), _LEAST)
+
+
+def likeliest(bits: jax.Array, lane: jax.Array, count: jax.Array | int, chosen: int):
+    """Places of the `count` largest bits, largest first, [lanes_for(chosen)]; and the last of
+    them, or all lanes if `count` is 0."""
+    slot = jax.lax.iota(jnp.int32, dispatch.lanes_for(chosen))
+
+    def choose(number, state):
+        bits, index, _ = state
+        best = jax.lax.argmax(bits, 0, jnp.int32)
+        return jnp.where(lane == best, _LEAST, bits), jnp.where(slot == number, best, index), best
+
+    none = jnp.zeros(slot.shape, jnp.int32)
+    return jax.lax.fori_loop(0, count, choose, (bits, none, jnp.int32(bits.shape[0])))[1:]
+
+
+def _gate_of(x_ref, gate_ref) -> jax.Array:
+    """sigmoid of x . gate, of x_ref [1, D], each rounded to x's dtype."""
+    size, dtype = x_ref.shape[1], x_ref.dtype
     lanes = min(_DOT_LANES, dispatch.lanes_for(size))
     total = jnp.zeros((lanes,), jnp.float32)
     for first in range(0, size, lanes):
@@ -38,10 +62,11 @@ def _dot(x_ref, gate_ref) -> jax.Array:
             for ref in (x_ref.at[0, lane], gate_ref.at[lane])
         )
         total = total + x * gate
-    return jnp.sum(total)
+    logit = jnp.full((lanes,), jnp.sum(total)).astype(dtype).astype(jnp.float32)
+    return jnp.max(jax.lax.logistic(logit).astype(dtype).astype(jnp.float32))
 
 
-def _choose_kernel(
+def choose_kernel(
     parts_ref,  # [P, 1, E]
     x_ref,  # [1, D]
     gate_ref,  # [D]
@@ -51,37 +76,22 @@ def _choose_kernel(
     count: int,
     normalise: bool,
 ):
+    """One row's choice."""
     experts, chosen, dtype = parts_ref.shape[2], weight_ref.shape[1], x_ref.dtype
     lane = jax.lax.iota(jnp.int32, dispatch.lanes_for(experts))
-    inside = lane < experts
-    logit = load_sum(parts_ref, 0, lane, mask=inside, dtype=jnp.float32)
+    logit, bits = logits_of(parts_ref, lane)
     # Early: behind the choice the latency of its loads would show.
-    gate_logit = _dot(x_ref, gate_ref) if chosen > count else None
-    logit = jnp.where(inside, logit, -jnp.inf)
-    share = jnp.exp(logit - jnp.max(logit))
-    share = share / jnp.sum(share)
-    # No share is negative, so its bits compare as it does, and a NaN still is chosen but once.
-    bits = jax.lax.bitcast_convert_type(share, jnp.int32) & 0x7FFFFFFF
-    bits = jnp.where(inside, bits, -1)
-    slot = jax.lax.iota(jnp.int32, dispatch.lanes_for(chosen))
-
-    def choose(number, state):
-        bits, weight, index = state
-        best = jnp.max(bits)
-        first = jnp.min(jnp.where(bits == best, lane, experts))
-        weight, index = (
-            jnp.where(slot == number, one, many) for one, many in ((best, weight), (first, index))
-        )
-        return jnp.where(lane == first, -1, bits), weight, index
-
-    none = jnp.zeros(slot.shape, jnp.int32)
-    _, weight, index = jax.lax.fori_loop(0, count, choose, (bits, none, none))
-    weight = jax.lax.bitcast_convert_type(weight, jnp.float32)
-    if normalise:
-        weight = weight / jnp.sum(weight)
-    if gate_logit is not None:
-        rounded = jnp.full(slot.shape, gate_logit).astype(dtype).astype(jnp.float32)
-        weight = jnp.where(slot == count, jax.lax.logistic(rounded), weight)
+    gate = _gate_of(x_ref, gate_ref) if chosen > count else None
+    index, _ = likeliest(bits, lane, count, chosen)
+    slot = jax.lax.iota(jnp.int32, index.shape[0])
+    real = slot < count
+    best = load_sum(parts_ref, 0, index, mask=real, dtype=jnp.float32)
+    top = jnp.max(jnp.where(real, best, -jnp.inf))
+    weight = jnp.where(real, jnp.exp(best - top), 0.0)
+    total = weight if normalise else jnp.where(lane < experts, jnp.exp(logit - top), 0.0)
+    weight = weight / jnp.sum(total)
+    if gate is not None:
+        weight = jnp.where(slot == count, gate, weight)
         index = jnp.where(slot == count, experts, index)
     weight = weight.astype(dtype).astype(jnp.float32)
     pltriton.store(weight_ref.at[0, slot], weight, mask=slot < chosen)
@@ -104,7 +114,7 @@ def choose_experts(
     chosen = count if shared_gate is None else count + 1
     row = pl.BlockSpec((1, chosen), lambda i: (i, 0))
     weight, index = pl.pallas_call(
-        functools.partial(_choose_kernel, count=count, normalise=normalise),
+        functools.partial(choose_kernel, count=count, normalise=normalise),
         grid=(rows,),
         in_specs=[
             pl.BlockSpec((part_count, 1, experts), lambda i: (0, i, 0)),

@@ -42,7 +42,8 @@ def log_decay_of(decay: jax.Array, log_rate: jax.Array, time_bias: jax.Array) ->
     return -jnp.exp(log_rate) * softplus
 
 
-def _silu(x: jax.Array) -> jax.Array:
+def silu(x: jax.Array) -> jax.Array:
+    """x * sigmoid(x), inside a kernel."""
     return x * jax.lax.logistic(x)
 
 
@@ -52,7 +53,7 @@ def convolved(entries: Iterable[tuple[jax.Array, jax.Array]], dtype: jnp.dtype) 
     for row, tap in entries:
         part = row.astype(jnp.float32) * tap.astype(jnp.float32)
         total = part if total is None else total + part
-    return _silu(total.astype(dtype).astype(jnp.float32)).astype(dtype)
+    return silu(total.astype(dtype).astype(jnp.float32)).astype(dtype)
 
 
 def normed_and_gated(x: jax.Array, gate: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
@@ -61,7 +62,7 @@ def normed_and_gated(x: jax.Array, gate: jax.Array, scale: jax.Array, eps: float
     scaling = jax.lax.rsqrt(jnp.sum(wide * wide, axis=-1) / x.shape[-1] + eps)
     scaling = jax.lax.broadcast_in_dim(scaling, x.shape, tuple(range(x.ndim - 1)))
     normed = (wide * scaling).astype(dtype).astype(jnp.float32)
-    return (normed * scale * _silu(gate.astype(jnp.float32))).astype(dtype)
+    return (normed * scale * silu(gate.astype(jnp.float32))).astype(dtype)
 
 
 def _heads_kernel(

@@ -1,4 +1,4 @@
-"""One token of a Gated DeltaNet layer: from the in-projection to the answer, the state moved.
+"""One token of a Gated DeltaNet layer: from the in-projection to the gated answer, the state moved.
 
 `gdn_step` is the public op; `definition` is what it means: the ops of a tree, for a tree of one
 node that is accepted. A round without a draft need not wait for a walk, so nothing is kept for a
@@ -14,12 +14,16 @@ from jaxtyping import Array, Float, Float32, Int
 from pallas_kernels import dispatch, gdn_step_pallas, gdn_wy
 from pallas_kernels.gdn_heads import check_heads
 from pallas_kernels.gdn_heads import definition as heads_definition
+from pallas_kernels.skinny_matmul import sum_parts
 
 
 class GdnStep(NamedTuple):
-    """out: what the recurrence answers. state and conv: after the token."""
+    """out: what the recurrence answers, times the norm's scale and silu(gate). squares: sums of
+    squares of the answer, in Q parts, by which `normed_matmul` norms it. state and conv: after the
+    token."""
 
     out: Float[Array, "B 1 Hv Dv"]
+    squares: Float32[Array, "B 1 Hv Q"]
     state: Float32[Array, "B Hv Dk Dv"]
     conv: Float[Array, "B W Ck"]
 
@@ -30,6 +34,7 @@ def gdn_step(
     kernel: Float[Array, "W Ck"],
     log_rate: Float32[Array, " Hv"],
     time_bias: Float32[Array, " Hv"],
+    scale: Float32[Array, " Dv"],
     state: Float32[Array, "B Hv Dk Dv"],
     lengths: Int[Array, " B"],
     count: Int[Array, " B"],
@@ -37,12 +42,13 @@ def gdn_step(
     num_key_heads: int,
     implementation: dispatch.Implementation | None = None,
 ) -> GdnStep:
-    """`gdn_heads`, `gdn_tree` and `gdn_commit` of one node.
+    """`gdn_heads`, `gdn_tree` and `gdn_commit` of one node, and its gate.
 
     Args:
       parts, kernel, log_rate, time_bias: as of `gdn_heads`.
       conv: the last W inputs of the convolution, that of position p in row p mod W; zero before
         the start. bfloat16 or float32, which is the dtype of `out`.
+      scale: of the norm over each value head.
       state: of the committed prefix, Dk its third size.
       lengths: position of the token. count: 1 takes it into `state` and `conv`; a slot with 0
         leaves both as they are, bit by bit, and its `out` means nothing.
@@ -56,7 +62,7 @@ def gdn_step(
 
     Source: Gated DeltaNet, arXiv 2412.06464, eq. 10.
     """
-    arrays = (parts, conv, kernel, log_rate, time_bias, state, lengths, count)
+    arrays = (parts, conv, kernel, log_rate, time_bias, scale, state, lengths, count)
     _check(*arrays, num_key_heads=num_key_heads)
     unsupported = gdn_step_pallas.unsupported(conv.dtype, *state.shape[2:])
     if dispatch.choose("gdn_step", implementation, unsupported) == "xla":
@@ -74,6 +80,7 @@ def definition(
     kernel: Float[Array, "W Ck"],
     log_rate: Float32[Array, " Hv"],
     time_bias: Float32[Array, " Hv"],
+    scale: Float32[Array, " Dv"],
     state: Float32[Array, "B Hv Dk Dv"],
     lengths: Int[Array, " B"],
     count: Int[Array, " B"],
@@ -99,8 +106,12 @@ def definition(
     root = jnp.zeros((slots, 1), jnp.int32)
     row = jnp.arange(width, dtype=jnp.int32)[None, :]
     new = (row == (lengths % width)[:, None]) & (count > 0)[:, None]
+    answer = out.astype(jnp.float32)
+    gate = sum_parts(parts[..., kernel.shape[1] : -2 * log_rate.shape[0]], out.dtype)
+    gate = gate.reshape(out.shape).astype(jnp.float32)
     return GdnStep(
-        out,
+        (answer * scale[None, None, None, :] * jax.nn.silu(gate)).astype(out.dtype),
+        jnp.sum(answer * answer, axis=3, keepdims=True),
         gdn_wy.commit(state, heads.key, update, heads.log_decay, root, count),
         jnp.where(new[:, :, None], heads.mixed, conv),
     )
@@ -112,6 +123,7 @@ def _check(
     kernel: jax.Array,
     log_rate: jax.Array,
     time_bias: jax.Array,
+    scale: jax.Array,
     state: jax.Array,
     lengths: jax.Array,
     count: jax.Array,
@@ -133,6 +145,7 @@ def _check(
         ("kernel", kernel, (width, channels)),
         ("conv", conv, (slots, width, channels)),
         ("log_rate", log_rate, (heads,)),
+        ("scale", scale, (value_dim,)),
         ("lengths", lengths, (slots,)),
         ("count", count, (slots,)),
     ):

@@ -14,7 +14,7 @@ from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels import dispatch, gdn_wy
 from pallas_kernels.dispatch import spread, whole
-from pallas_kernels.gdn_heads_pallas import convolved, log_decay_of
+from pallas_kernels.gdn_heads_pallas import convolved, log_decay_of, silu
 from pallas_kernels.gdn_tree_pallas import unsupported as unsupported
 from pallas_kernels.skinny_matmul_pallas import load_sum
 
@@ -33,8 +33,10 @@ def _step_kernel(
     kernel_ref,  # [W, Ck]
     log_rate_ref,  # float32 [1]
     time_bias_ref,  # float32 [1]
+    scale_ref,  # float32 [V]
     state_ref,  # float32 [Dk, V]
     out_ref,  # [V], out
+    squares_ref,  # float32 [1], out
     new_state_ref,  # float32 [Dk, V], out; the same buffer as state_ref
     new_conv_ref,  # [W, Ck], out; the same buffer as conv_ref
     *,
@@ -62,11 +64,13 @@ def _step_kernel(
         load(keys + key_head * key_dim, key_dim),
         load(2 * keys + (head * cuts + cut) * size, size),
     ]
+    gate = channels + (head * cuts + cut) * size + jax.lax.iota(jnp.int32, size)
+    gate = _columns(parts_ref, gate, dtype).astype(jnp.float32)
     first = 2 * (channels - keys)  # behind the convolved channels and the gate
     rates = (jnp.full((1,), first + place, jnp.int32) for place in (head, heads + head))
     beta, decay = (_columns(parts_ref, place, dtype).astype(jnp.float32) for place in rates)
     log_rate, time_bias = log_rate_ref[0], time_bias_ref[0]
-    state = state_ref[...]
+    scale, state = scale_ref[...], state_ref[...]
 
     query, key, value = (
         convolved(zip(inputs, taps, strict=True), dtype).astype(jnp.float32)
@@ -84,7 +88,10 @@ def _step_kernel(
     new = state * decay + column * spread(update, shape, 1)
     place = tuple(jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
     pltriton.store(new_state_ref.at[place], new, mask=jnp.full(shape, runs))
-    out_ref[...] = (asked + jnp.sum(key * query) * update).astype(dtype)
+    # Rounded as the recurrence of a tree leaves it.
+    answer = (asked + jnp.sum(key * query) * update).astype(dtype).astype(jnp.float32)
+    out_ref[...] = (answer * scale * silu(gate)).astype(dtype)
+    squares_ref[0] = jnp.sum(answer * answer)
 
     # A key head's row is written once, each value's by its own program.
     first = (head % group == 0) & (cut == 0)
@@ -101,14 +108,15 @@ def gdn_step(
     kernel: jax.Array,
     log_rate: jax.Array,
     time_bias: jax.Array,
+    scale: jax.Array,
     state: jax.Array,
     lengths: jax.Array,
     count: jax.Array,
     *,
     num_key_heads: int,
     interpret: bool,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Out [B, 1, Hv, Dv], state and conv, as `gdn_step.definition` gives them."""
+) -> tuple[jax.Array, ...]:
+    """The fields of `GdnStep`, as `gdn_step.definition` gives them; squares in parts."""
     part_count, columns = parts.shape[0], parts.shape[3]
     slots, heads, key_dim, value_dim = state.shape
     width, channels = kernel.shape
@@ -118,13 +126,18 @@ def gdn_step(
     rows = pl.BlockSpec((None, width, channels), lambda h, i, b: (b, 0, 0))
     tile = pl.BlockSpec((None, None, key_dim, size), lambda h, i, b: (b, h, 0, i))
     out_row = pl.BlockSpec((None, None, None, size), lambda h, i, b: (b, 0, h, i))
-    out = jax.ShapeDtypeStruct((slots, 1, heads, value_dim), conv.dtype)
+    cuts = value_dim // size
+    squares = pl.BlockSpec((None, None, None, 1), lambda h, i, b: (b, 0, h, i))
+    outs = [
+        jax.ShapeDtypeStruct((slots, 1, heads, value_dim), conv.dtype),
+        jax.ShapeDtypeStruct((slots, 1, heads, cuts), jnp.float32),
+    ]
     moved = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (state, conv)]
     # 32 numbers of the state a thread: with more warps the compiler convolves once a layout.
     num_warps = max(1, min(16, key_dim * size // (32 * 32)))
     return pl.pallas_call(
         functools.partial(_step_kernel, keys=num_key_heads * key_dim, group=heads // num_key_heads),
-        grid=(heads, value_dim // size, slots),
+        grid=(heads, cuts, slots),
         in_specs=[
             number,
             number,
@@ -133,12 +146,13 @@ def gdn_step(
             whole(width, channels),
             of_head,
             of_head,
+            pl.BlockSpec((size,), lambda h, i, b: (i,)),
             tile,
         ],
-        out_specs=[out_row, tile, rows],
-        out_shape=[out, *moved],
-        input_output_aliases={7: 1, 3: 2},
+        out_specs=[out_row, squares, tile, rows],
+        out_shape=[*outs, *moved],
+        input_output_aliases={8: 2, 3: 3},
         compiler_params=pltriton.CompilerParams(num_warps=num_warps, num_stages=1),
         interpret=interpret,
         name="gdn_step",
-    )(lengths, count, parts, conv, kernel, log_rate, time_bias, state)
+    )(lengths, count, parts, conv, kernel, log_rate, time_bias, scale, state)

@@ -24,7 +24,7 @@ _STAGE_BYTES = (24576, 36864)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """How a kernel is cut up. Sizes are powers of two."""
+    """How a kernel is cut up. Sizes are powers of two, but for the stages."""
 
     tile_rows: int  # of one expert, at least 16 for the tensor cores
     tile_columns: int = 64  # of the result
@@ -35,7 +35,7 @@ class Config:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             size = getattr(self, field.name)
-            if size < 1 or size & (size - 1):
+            if size < 1 or (size & (size - 1) and field.name != "num_stages"):
                 raise ValueError(f"`{field.name}` must be a power of two, got {size}")
 
 
@@ -49,7 +49,14 @@ def default_config(
     columns = dispatch.divisor(outer, 64)
     most = _STAGE_BYTES[few] // ((rows + halves * columns) * itemsize)
     block = 1 << (min(most, 128).bit_length() - 1)
-    return Config(tile_rows=rows, tile_columns=columns, block_inner=dispatch.divisor(inner, block))
+    if few and halves == 1:
+        block = min(block, 64)  # a short loop begins the sooner
+    return Config(
+        tile_rows=rows,
+        tile_columns=columns,
+        block_inner=dispatch.divisor(inner, block),
+        num_stages=5 if few and halves == 2 else 4,
+    )
 
 
 def unsupported(dtype: jnp.dtype, inner: int, outer: int) -> str | None:
@@ -127,7 +134,7 @@ class _Walk:
         jax.lax.fori_loop(0, (last - first + size - 1) // size, step, 0)
 
 
-def _products(
+def products(
     rows_ref, kernels_ref, row: jax.Array, expert: jax.Array, columns: list, config: Config
 ) -> tuple[jax.Array, ...]:
     """Rows of rows_ref [.., I] by some columns of kernels_ref [G, I, O] from each of `columns`."""
@@ -164,7 +171,7 @@ def _gate_up_kernel(
 
     def tile(expert, entry, exists):
         columns = [first, half + first]
-        gate, up = _products(x_ref, kernels_ref, entry // walk.chosen, expert, columns, config)
+        gate, up = products(x_ref, kernels_ref, entry // walk.chosen, expert, columns, config)
         mixed = (gate * jax.lax.logistic(gate) * up).astype(out_ref.dtype)
         # Interpret mode drops what lies past the end, where a masked store is not one.
         at = (spread(jnp.where(exists, entry, walk.entries), shape, 0), column)
@@ -191,7 +198,7 @@ def _down_kernel(
 
     def tile(expert, entry, exists):
         weight = pltriton.load(weight_ref.at[entry])
-        (product,) = _products(gated_ref, kernels_ref, entry, expert, [first], config)
+        (product,) = products(gated_ref, kernels_ref, entry, expert, [first], config)
         scaled = (product * spread(weight, shape, 0)).astype(out_ref.dtype)
         row = jnp.where(exists, entry // walk.chosen, walk.rows)
         at = (spread(entry % walk.chosen, shape, 0), spread(row, shape, 0), column)

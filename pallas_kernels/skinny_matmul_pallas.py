@@ -6,6 +6,7 @@ padded to a power of two of at least 16 in registers, never in memory.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +38,15 @@ def unsupported(dtype: jnp.dtype, *sides: int) -> str | None:
         return unfit
     if any(side % 16 for side in sides):
         return f"sides of the matrix must be a multiple of 16, got {' by '.join(map(str, sides))}"
+    return None
+
+
+def unsupported_groups(dtype: jnp.dtype, size: int) -> str | None:
+    """Why the kernel cannot norm groups of this size, or None. Shares hold whole groups."""
+    if unfit := dispatch.unsupported_dtype(dtype):
+        return unfit
+    if not 16 <= size <= 128 or size & (size - 1):
+        return f"the groups must be of a power of two from 16 to 128, got {size}"
     return None
 
 
@@ -109,28 +119,64 @@ def load_sum(parts_ref, *index: jax.Array | int, mask: jax.Array, dtype: DTypeLi
 def _matmul_kernel(
     x_ref,  # [rows, I]
     kernel_ref,  # [I / splits, columns]
-    out_ref,  # [rows, O], out
-    *,
+    *refs,  # float32 [rows, G, Q] squares if the groups are normed; [rows, O], out
     tile_rows: int,
     config: Config,
+    eps: float | None,
 ):
+    *squares, out_ref = refs
     share, columns = kernel_ref.shape
     tile, part = pl.program_id(0), pl.program_id(2)
     first_column = pl.program_id(1) * columns
+    if squares:
+        scale_of = _group_scales(squares[0], x_ref.shape[1], tile, part, tile_rows, share, eps)
+
+    def weights_of(index):
+        weights = kernel_ref.at[pl.ds(index * config.block, config.block), :]
+        if out_ref.shape[1] % columns == 0:
+            return weights[...]
+        column = dispatch.spread(jax.lax.iota(jnp.int32, columns), (config.block, columns), 1)
+        return pltriton.load(weights, mask=first_column + column < out_ref.shape[1], other=0.0)
 
     def step(index, acc):
         inner = index * config.block + jax.lax.iota(jnp.int32, config.block)
         rows = load_rows(x_ref, tile, tile_rows, part * share + inner)
-        weights = kernel_ref.at[pl.ds(index * config.block, config.block), :]
-        if out_ref.shape[1] % columns == 0:
-            return acc + dispatch.dot(rows, weights[...])
-        column = dispatch.spread(jax.lax.iota(jnp.int32, columns), (config.block, columns), 1)
-        inside = first_column + column < out_ref.shape[1]
-        return acc + dispatch.dot(rows, pltriton.load(weights, mask=inside, other=0.0))
+        product = dispatch.dot(rows, weights_of(index))
+        if squares:
+            product = product * dispatch.spread(scale_of(index * config.block), product.shape, 0)
+        return acc + product
 
     acc = jnp.zeros((tile_rows, columns), jnp.float32)
     acc = jax.lax.fori_loop(0, share // config.block, step, acc)
     store_rows(out_ref, tile, first_column, acc)
+
+
+def _group_scales(
+    squares_ref,  # float32 [rows, G, Q]
+    inner: int,
+    tile: jax.Array,
+    part: jax.Array,
+    tile_rows: int,
+    share: int,
+    eps: float,
+) -> Callable[[jax.Array], jax.Array]:
+    """1 / rms of each group in a share: a function, place in the share -> its group's [tile_rows].
+
+    Squares are loaded at once and added up in the loop: else it would wait for them to begin.
+    """
+    rows, groups, cuts = squares_ref.shape
+    size, entries = inner // groups, share * groups // inner * cuts
+    shape = (tile_rows, dispatch.next_power_of_two(entries))
+    row = dispatch.spread(tile * tile_rows + jax.lax.iota(jnp.int32, tile_rows), shape, 0)
+    lane = dispatch.spread(jax.lax.iota(jnp.int32, shape[1]), shape, 1)
+    index = (row, part * (entries // cuts) + lane // cuts, lane % cuts)
+    squares = pltriton.load(squares_ref.at[index], mask=(row < rows) & (lane < entries), other=0.0)
+
+    def scale_of(place):
+        own = jnp.sum(jnp.where(lane // cuts == place // size, squares, 0.0), axis=1)
+        return jax.lax.rsqrt(own / size + eps)
+
+    return scale_of
 
 
 def store_rows(out_ref, tile: jax.Array, first_column: jax.Array, value: jax.Array) -> None:
@@ -149,24 +195,32 @@ def store_rows(out_ref, tile: jax.Array, first_column: jax.Array, value: jax.Arr
 def skinny_matmul(
     x: jax.Array,
     kernel: jax.Array,
+    squares: jax.Array | None = None,
     *,
     dtype: jnp.dtype | None = None,
+    eps: float | None = None,
     interpret: bool,
     config: Config | None = None,
 ) -> jax.Array:
-    """[P, B, R, O] as `skinny_matmul.definition` gives them, in P parts."""
+    """[P, B, R, O] as `skinny_matmul.definition` gives them, in P parts; with squares [B, R, G, Q]
+    and eps as `normed_matmul.definition` does."""
     inner, columns = kernel.shape
     rows = x.shape[0] * x.shape[1]
     config = default_config(inner, columns, x.dtype, rows) if config is None else config
+    normed = []
+    if squares is not None:
+        normed = [squares.reshape(rows, *squares.shape[2:])]
+        config = dataclasses.replace(config, block=min(config.block, inner // squares.shape[2]))
     tile_rows, splits = row_tile(rows), config.splits
     tiles = dispatch.ceil_div(columns, config.columns)
     dtype = (dtype or x.dtype) if splits == 1 else jnp.float32
     out = pl.pallas_call(
-        functools.partial(_matmul_kernel, tile_rows=tile_rows, config=config),
+        functools.partial(_matmul_kernel, tile_rows=tile_rows, config=config, eps=eps),
         grid=(dispatch.ceil_div(rows, tile_rows), tiles, splits),
         in_specs=[
             pl.BlockSpec((rows, inner), lambda i, j, p: (0, 0)),
             pl.BlockSpec((inner // splits, config.columns), lambda i, j, p: (p, j)),
+            *(dispatch.whole(*array.shape) for array in normed),
         ],
         out_specs=pl.BlockSpec((None, rows, columns), lambda i, j, p: (p, 0, 0)),
         out_shape=jax.ShapeDtypeStruct((splits, rows, columns), dtype),
@@ -174,6 +228,6 @@ def skinny_matmul(
             num_warps=config.num_warps, num_stages=config.num_stages
         ),
         interpret=interpret,
-        name="skinny_matmul",
-    )(x.reshape(rows, inner), kernel)
+        name="normed_matmul" if normed else "skinny_matmul",
+    )(x.reshape(rows, inner), kernel, *normed)
     return out.reshape(splits, *x.shape[:2], columns)

@@ -68,8 +68,9 @@ def tree_attention(
 
 
 def _kernel(query: jax.Array, key: jax.Array, prefix_start: jax.Array | None) -> ModuleType:
-    """The faster of two: Mosaic where the GPU and the arguments allow it, else Triton."""
-    if not dispatch.hopper():
+    """The faster of two: Mosaic where the GPU and the arguments allow it, else Triton. A node alone
+    fills too little of Mosaic's 64 rows."""
+    if query.shape[1] == 1 or not dispatch.hopper():
         return tree_attention_pallas
     # Here, since it takes a third of a second to import and a CPU never needs it.
     from pallas_kernels import tree_attention_mosaic

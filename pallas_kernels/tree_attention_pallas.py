@@ -20,7 +20,6 @@ from pallas_kernels.dispatch import dot, spread
 
 _MASKED = -1e30
 _LOG2_E = 1.4426950408889634  # exp2 is the hardware's exponential
-_MERGE_ROWS = 8
 _MOST_PARTS = 16
 _PROGRAMS = 264  # two a multiprocessor of an H100 or H200
 
@@ -65,12 +64,22 @@ def default_config(query: jax.Array, key: jax.Array) -> Config:
     if row_bytes > 512:
         most_rows = 16
     tile_rows = min(most_rows, dispatch.lanes_for(rows))
+    most_parts, num_warps, num_stages = _MOST_PARTS, 4, 2
+    if nodes == 1:  # keys take all the time: short loops, and more of them on their way
+        block_keys, most_parts = 32, 2 * _MOST_PARTS
+        num_warps, num_stages = (2 if row_bytes <= 256 else 4), (3 if row_bytes <= 512 else 2)
     programs = dispatch.ceil_div(rows, tile_rows) * kv_heads * slots
-    most = min(_MOST_PARTS, 2 * dispatch.ceil_div(cache_rows, block_keys))
+    most = min(most_parts, 2 * dispatch.ceil_div(cache_rows, block_keys))
     parts = 2
     while 2 * parts <= most and 2 * parts * programs <= _PROGRAMS:
         parts *= 2
-    return Config(tile_rows=tile_rows, block_keys=block_keys, shares=parts - 1)
+    return Config(
+        tile_rows=tile_rows,
+        block_keys=block_keys,
+        shares=parts - 1,
+        num_warps=num_warps,
+        num_stages=num_stages,
+    )
 
 
 def unsupported(dtype: jnp.dtype, head_dim: int) -> str | None:
@@ -117,19 +126,22 @@ def _attention_kernel(
     offset = jax.lax.iota(jnp.int32, config.block_keys)
     kv_shape = (config.block_keys, head_dim)
     score_shape = (config.tile_rows, config.block_keys)
+    factor = scale * _LOG2_E
 
     def attend(state, keys, values, seen):
         """One step of the online softmax, in powers of two; seen None is all."""
         top, total, acc = state
-        scores = dot(query, keys, trans_b=True) * (scale * _LOG2_E)
+        scores = dot(query, keys, trans_b=True)
         if seen is not None:
             scores = jnp.where(seen, scores, _MASKED)
         new_top = jnp.maximum(top, jnp.max(scores, axis=1))
-        weight = jnp.exp2(scores - spread(new_top, score_shape, 0))
+        # Scaled behind the difference: a multiply-add would round the greatest score otherwise than
+        # its maximum was, in some steps and not in others.
+        weight = jnp.exp2((scores - spread(new_top, score_shape, 0)) * factor)
         if seen is not None:
             # Without it a row that has seen nothing yet would give each key weight 1.
             weight = jnp.where(seen, weight, 0.0)
-        decay = jnp.exp2(top - new_top)
+        decay = jnp.exp2((top - new_top) * factor)
         total = total * decay + jnp.sum(weight, axis=1)
         acc = acc * spread(decay, acc.shape, 0)
         return new_top, total, acc + dot(weight.astype(values.dtype), values)
@@ -192,7 +204,7 @@ def _attention_kernel(
     top, total, acc = jax.lax.fori_loop(jnp.int32(0), tree_end, tree_step, state)
     acc_ref, top_ref, total_ref = out_refs
     acc_ref[...] = acc
-    top_ref[...] = top
+    top_ref[...] = top * factor
     total_ref[...] = total
 
 
@@ -303,12 +315,13 @@ def _merge(
     """[B, T, K, G, H] from the partial softmaxes of all parts. Many small programs: it only
     moves bytes."""
     slots, nodes, kv_heads, group, head_dim = out_shape.shape
+    rows = 8 if nodes > 1 else 1
     # One block of `parts` along the second axis holds the parts of one kv head.
-    block = (None, parts, _MERGE_ROWS)
+    block = (None, parts, rows)
     per_row = pl.BlockSpec(block, lambda i, k, b: (b, k, i))
     return pl.pallas_call(
         merge_kernel,
-        grid=(dispatch.ceil_div(nodes * group, _MERGE_ROWS), kv_heads, slots),
+        grid=(dispatch.ceil_div(nodes * group, rows), kv_heads, slots),
         in_specs=[
             pl.BlockSpec((*block, head_dim), lambda i, k, b: (b, k, i, 0)),
             per_row,

@@ -8,7 +8,9 @@ from typing import NamedTuple
 from real_shapes import PAIRS
 
 TREE_OPS = ("gdn_heads", "gdn_tree", "gated_norm", "gdn_commit")
-RECURRENT_OPS = (*TREE_OPS, "gdn_step")  # the last is of one node
+STEP_OPS = ("gdn_step", "normed_matmul")  # of one node a slot
+ROW_OPS = (*STEP_OPS, "routed_gate_up")  # the last is of a row alone
+RECURRENT_OPS = (*TREE_OPS, *STEP_OPS)
 OPS = (
     "tree_attention",
     "skinny_matmul",
@@ -21,6 +23,7 @@ OPS = (
     "choose_experts",
     "sort_by_expert",
     "grouped_matmul",
+    "routed_gate_up",
     *RECURRENT_OPS,
 )
 IMPLEMENTATIONS = {op: ("xla", "pallas") for op in OPS}
@@ -152,13 +155,14 @@ def _cases(op: str, points: Iterable[tuple[int, int]], variants: Iterable[str] =
 def _expert_cases(rows: Iterable[int]) -> list[Case]:
     """What a layer of experts does to so many rows of one slot."""
     points = [(1, count) for count in rows]
-    return [case for op, names in EXPERT_OPS.items() for case in _cases(op, points, names)]
+    cases = [case for op, names in EXPERT_OPS.items() for case in _cases(op, points, names)]
+    return cases + _cases("routed_gate_up", [(1, 1)])
 
 
 def _recurrent_cases(points: Iterable[tuple[int, int]], slots: Iterable[int]) -> list[Case]:
     """The ops of a tree at each (slots, nodes), and a step of so many slots."""
     cases = [case for op in TREE_OPS for case in _cases(op, points)]
-    return cases + _cases("gdn_step", [(count, 1) for count in slots])
+    return cases + [case for op in STEP_OPS for case in _cases(op, [(n, 1) for n in slots])]
 
 
 def default_table() -> list[Case]:
@@ -203,7 +207,9 @@ def tiny_table() -> list[Case]:
     cases = _attention([(2, 8, 40)], ragged=True)
     for op in OPS[1:]:
         variants = {"skinny_matmul": PRODUCTS[:1], "grouped_matmul": EXPERT_PRODUCTS[:1]}
-        cases += _cases(op, [(2, 1 if op == "gdn_step" else 8)], variants.get(op, ("",)))
+        nodes = 1 if op in ROW_OPS else 8
+        slots = 1 if op == "routed_gate_up" else 2
+        cases += _cases(op, [(slots, nodes)], variants.get(op, ("",)))
     return cases
 
 

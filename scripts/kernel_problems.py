@@ -19,6 +19,7 @@ from pallas_kernels import (
     grouped_down,
     grouped_gate_up,
     rotate_heads,
+    routed_gate_up,
     skinny_matmul,
     sort_by_expert,
     topk_logsumexp,
@@ -301,6 +302,29 @@ def choice(widths: Widths, case: Case) -> Problem:
     return Problem(arguments=arguments, op=op, cost=moves, cold=False)
 
 
+def opening(widths: Widths, case: Case) -> Problem:
+    """What a row alone asks of its experts first."""
+    chosen = choice(widths, case)
+    inner, outer = widths.expert_product("gate_up")
+    count = widths.chosen + 1
+
+    def arguments(draw: Draw) -> tuple:
+        kernels = draw.normal(widths.experts + 1, inner, outer, scale=inner**-0.5)
+        return *chosen.arguments(draw), kernels
+
+    def op(*arguments: jax.Array, implementation: str | None) -> tuple[jax.Array, ...]:
+        """Without the order: of a row alone nothing reads it."""
+        options = {"count": widths.chosen, "normalise": True, "implementation": implementation}
+        return routed_gate_up(*arguments, **options)[:3]
+
+    def cost(arguments: tuple, result: tuple) -> Cost:
+        *rest, kernels = arguments
+        moved = size(rest, result) + size(kernels) * count // (widths.experts + 1)
+        return Cost(moved, 2 * count * inner * outer)
+
+    return Problem(arguments=arguments, op=op, cost=cost)
+
+
 def expert_order(widths: Widths, case: Case) -> Problem:
     def arguments(draw: Draw) -> tuple:
         return (chosen_ids(draw, widths, case.slots * case.nodes),)
@@ -350,4 +374,5 @@ PROBLEMS: dict[str, Callable[[Widths, Case], Problem]] = {
     "choose_experts": choice,
     "sort_by_expert": expert_order,
     "grouped_matmul": experts,
+    "routed_gate_up": opening,
 }

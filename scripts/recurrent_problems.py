@@ -10,8 +10,10 @@ from kernel_problems import Cost, Draw, Problem, best_first_tree, by_slot, moves
 
 from ddtree_jax.recurrent import tree_window
 from ddtree_jax.tree import ancestor_mask
-from pallas_kernels import gated_norm, gdn_commit, gdn_heads, gdn_step, gdn_tree
+from pallas_kernels import gated_norm, gdn_commit, gdn_heads, gdn_step, gdn_tree, normed_matmul
+from pallas_kernels.gdn_step import GdnStep
 from pallas_kernels.gdn_tree import definition as gdn_definition
+from pallas_kernels.skinny_matmul import sum_parts
 
 _EPS = 1e-6
 _TAPS = 4
@@ -103,14 +105,14 @@ def accepted_state(widths: Widths, case: Case) -> Problem:
 
 
 def token(widths: Widths, case: Case) -> Problem:
-    """A layer's convolution and recurrence for one token a slot."""
+    """All of a layer's recurrence but its norm for one token a slot."""
     slots, heads, dim = case.slots, widths.gdn_heads, widths.gdn_dim
     channels, values, rates = _columns(widths)
 
     def arguments(draw: Draw) -> tuple:
         parts = draw.normal(1, slots, 1, channels + values + rates)
         conv, kernel = draw.normal(slots, _TAPS, channels), draw.normal(_TAPS, channels)
-        scales = (draw.normal(count, dtype=jnp.float32) for count in (heads, heads))
+        scales = (draw.normal(count, dtype=jnp.float32) for count in (heads, heads, dim))
         state = draw.normal(slots, heads, dim, dim, dtype=jnp.float32, scale=0.5)
         lengths = jnp.arange(slots, dtype=jnp.int32) + 5
         return parts, conv, kernel, *scales, state, lengths, jnp.ones((slots,), jnp.int32)
@@ -121,7 +123,31 @@ def token(widths: Widths, case: Case) -> Problem:
         return Cost(moved, 6 * result.state.size)
 
     op = functools.partial(gdn_step, num_key_heads=widths.gdn_key_heads)
-    return Problem(arguments=arguments, op=op, cost=cost, cold=False)
+
+    def finish(step: GdnStep) -> GdnStep:
+        return step._replace(squares=jnp.sum(step.squares, axis=3))
+
+    return Problem(arguments=arguments, op=op, cost=cost, cold=False, finish=finish)
+
+
+def normed_product(widths: Widths, case: Case) -> Problem:
+    """The out-projection of a layer, of what `gdn_step` leaves."""
+    heads, dim, hidden = widths.gdn_heads, widths.gdn_dim, widths.gated_hidden
+    rows = (case.slots, case.nodes, heads)
+
+    def arguments(draw: Draw) -> tuple:
+        squares = dim * jax.random.uniform(draw.key(), (*rows, 1), minval=0.1)
+        kernel = draw.normal(heads * dim, hidden, scale=(heads * dim) ** -0.5)
+        return draw.normal(*rows, dim), squares, kernel
+
+    def cost(arguments: tuple, out: jax.Array) -> Cost:
+        return Cost(size(arguments, out), 2 * arguments[0].size * hidden)
+
+    def finish(parts: jax.Array) -> jax.Array:
+        return sum_parts(parts, jnp.bfloat16)
+
+    op = functools.partial(normed_matmul, eps=_EPS)
+    return Problem(arguments=arguments, op=op, cost=cost, finish=finish)
 
 
 RECURRENT_PROBLEMS = {
@@ -130,4 +156,5 @@ RECURRENT_PROBLEMS = {
     "gated_norm": gated_output,
     "gdn_commit": accepted_state,
     "gdn_step": token,
+    "normed_matmul": normed_product,
 }

@@ -14,7 +14,7 @@ from models import causal_attend
 from convert import convert_target
 from ddtree_jax import checkpoint
 from ddtree_jax.config import HybridConfig
-from ddtree_jax.models.gdn import GdnRows, heads_of
+from ddtree_jax.models.gdn import Answer, GdnRows, heads_of
 from ddtree_jax.models.mtp import MTP
 from ddtree_jax.models.qwen3 import Qwen3
 from pallas_kernels import gdn_chunk
@@ -73,7 +73,7 @@ class WholeRecurrence:
         shape = (slots, config.num_value_heads, config.key_dim, config.value_dim)
         count = jnp.full((slots,), size, jnp.int32)
         zeros = jnp.zeros(shape, jnp.float32)
-        return gdn_chunk(*heads[:5], zeros, count)[0]
+        return Answer(gdn_chunk(*heads[:5], zeros, count)[0])
 
 
 def run_whole(target: Qwen3, tokens: jax.Array, taps: tuple[int, ...] = ()):

@@ -12,7 +12,15 @@ import numpy as np
 import pytest
 import typer
 from bench_kernels import ALL_PROBLEMS, relative_error
-from kernel_cases import IMPLEMENTATIONS, OPS, Widths, default_table, full_table, tiny_table
+from kernel_cases import (
+    IMPLEMENTATIONS,
+    OPS,
+    ROW_OPS,
+    Widths,
+    default_table,
+    full_table,
+    tiny_table,
+)
 from kernel_loop import ONE_BY_ONE, Loop, first_results, loop_program
 from kernel_problems import Draw
 from typer.testing import CliRunner
@@ -207,7 +215,7 @@ def lowered_loop(case, implementation, loop):
 
 @pytest.mark.parametrize("op", OPS)
 def test_kernels_lower_for_an_h200_at_real_shapes(op):
-    nodes = 1 if op == "gdn_step" else 64
+    nodes = 1 if op in ROW_OPS else 64
     cases = [case for case in default_table() if case.op == op and case.nodes == nodes]
     for case in cases[:4]:
         text = lowered_loop(case, "pallas", Loop(1, 1, 2)).as_text()

@@ -61,11 +61,12 @@ def test_a_token_is_one_kernel_in_place(slots):
         aot.argument((4, channels), jnp.bfloat16),
         numbers,
         numbers,
+        aot.argument((shape.value_dim,), jnp.float32),
         aot.argument(state, jnp.float32),
         *(aot.argument((slots,), jnp.int32) for _ in range(2)),
     ]
     step = functools.partial(gdn_step, num_key_heads=shape.key_heads)
-    lowered = aot.lower(step, *arrays, donate_argnums=(1, 5))
+    lowered = aot.lower(step, *arrays, donate_argnums=(1, 6))
     assert lowered.as_text().count(TRITON_CALL) == 1
     memory = aot.compile(lowered).memory_analysis()
     assert memory.alias_size_in_bytes == 4 * math.prod(state) + 2 * slots * 4 * channels

@@ -25,6 +25,7 @@ def arguments(parts=1, slots=2, key_heads=2, heads=4, dim=16, dtype=jnp.float32,
         "kernel": normal(WIDTH, channels, dtype=dtype),
         "log_rate": normal(heads),
         "time_bias": normal(heads, scale=5.0),
+        "scale": normal(dim),
         "state": normal(slots, heads, dim, dim),
         "lengths": jnp.asarray(rng.integers(0, 9, slots), jnp.int32),
         "count": jnp.ones((slots,), jnp.int32),
@@ -49,7 +50,11 @@ def test_kernel_is_its_definition(name, dtype):
     wanted = definition(**arrays, **options)
     # The convolved rows are rounded to bfloat16 once in the kernel, several times in jnp.
     loose = 3e-2 if dtype == jnp.bfloat16 else 2e-5
-    for ours, theirs, close in zip(got, wanted, (loose, loose, 0.0), strict=True):
+    squares = (of.squares.sum(axis=3, keepdims=True) for of in (got, wanted))
+    got, wanted = (
+        of._replace(squares=sums) for of, sums in zip((got, wanted), squares, strict=True)
+    )
+    for ours, theirs, close in zip(got, wanted, (loose, loose, loose, 0.0), strict=True):
         assert ours.dtype == theirs.dtype
         ours, theirs = ours.astype(jnp.float32), theirs.astype(jnp.float32)
         np.testing.assert_allclose(ours, theirs, atol=close, rtol=close)
@@ -62,8 +67,9 @@ def test_steps_are_the_recurrence_and_an_idle_slot_keeps_its_state(implementatio
     arrays, options = arguments(seed=1)
     arrays |= {name: jnp.zeros_like(arrays[name]) for name in ("conv", "state", "lengths")}
     step = jax.jit(lambda a: gdn_step(**a, **options, implementation=implementation))
-    kernel, rate, bias = (
-        np.asarray(arrays[name], np.float64) for name in ("kernel", "log_rate", "time_bias")
+    kernel, rate, bias, scale = (
+        np.asarray(arrays[name], np.float64)
+        for name in ("kernel", "log_rate", "time_bias", "scale")
     )
     channels, values = kernel.shape[1], heads * dim
     past, states = [[], []], np.zeros((2, heads, dim, dim))
@@ -88,7 +94,11 @@ def test_steps_are_the_recurrence_and_an_idle_slot_keeps_its_state(implementatio
                 state = states[slot, head] * decay[head]
                 update = (value - key @ state) / (1 + np.exp(-beta[head]))
                 states[slot, head] = state = state + np.outer(key, update)
-                wanted = query @ state * dim**-0.5
+                answer = query @ state * dim**-0.5
+                squares = np.sum(out.squares[slot, 0, head])
+                np.testing.assert_allclose(squares, np.sum(answer**2), rtol=2e-4)
+                gate = row[channels + head * dim :][:dim]
+                wanted = answer * scale * gate / (1 + np.exp(-gate))
                 np.testing.assert_allclose(out.out[slot, 0, head], wanted, atol=2e-4, rtol=2e-4)
         np.testing.assert_allclose(out.state, states, atol=2e-6, rtol=2e-5)
         for slot in np.flatnonzero(runs == 0):
@@ -104,6 +114,7 @@ def test_wrong_arguments_are_named():
         ("conv", arrays["conv"][:, 1:]),
         ("kernel", arrays["kernel"][:, 1:]),
         ("state", arrays["state"].astype(jnp.bfloat16)),
+        ("scale", jnp.ones(3)),
         ("lengths", jnp.zeros(3, jnp.int32)),
         ("log_rate", jnp.zeros(3)),
         ("time_bias", jnp.zeros(3)),

@@ -294,6 +294,7 @@ def test_a_token_of_a_recurrent_layer_is_its_definition(slots, heads):
         normal(rng, 4, channels),
         normal(rng, heads, dtype=jnp.float32) - 2,
         normal(rng, heads, dtype=jnp.float32),
+        normal(rng, dim, dtype=jnp.float32),
         normal(rng, slots, heads, dim, dim, dtype=jnp.float32) * 0.3,
         jnp.arange(slots, dtype=jnp.int32) + 6,
         (jnp.arange(slots) < max(slots - 1, 1)).astype(jnp.int32),
@@ -303,7 +304,7 @@ def test_a_token_of_a_recurrent_layer_is_its_definition(slots, heads):
     ours, theirs = (step(*arrays, implementation=kernels) for kernels in ("pallas", "xla"))
     np.testing.assert_array_equal(ours.conv, theirs.conv)
     if slots > 1:
-        np.testing.assert_array_equal(ours.state[-1], arrays[5][-1])
+        np.testing.assert_array_equal(ours.state[-1], arrays[6][-1])
     for our, their in ((ours.state, theirs.state), (ours.out[:3], theirs.out[:3])):
         our, their = our.astype(jnp.float32), their.astype(jnp.float32)
         assert float(jnp.linalg.norm(our - their) / jnp.linalg.norm(their)) < 1e-2

@@ -29,6 +29,7 @@ from pallas_kernels import (
 
 TRITON_CALL = "__gpu$xla.gpu.triton"
 MOSAIC_CALL = "@mosaic_gpu_v2"
+NO_SPILLS = {"xla_gpu_fail_ptx_compilation_on_register_spilling": True}
 
 
 def compile_kernel(function, *arguments, launches=1, **xla_options):
@@ -53,7 +54,6 @@ attention = functools.partial(tree_attention, scale=128**-0.5)
 @pytest.mark.parametrize(
     "name",
     [
-        "qwen3_8b_decode",
         "qwen3_8b_chain",
         "qwen3_8b_tree_batch",
         "qwen3_6_27b_tree",
@@ -67,6 +67,15 @@ def test_tree_attention_compiles(name):
     aot.compile(lowered)
 
 
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 8, 128), (24, 4, 256), (16, 2, 256)])
+def test_attention_of_a_node_is_tritons_without_spills(heads, kv_heads, dim):
+    sizes = {"query_heads": heads, "kv_heads": kv_heads, "head_dim": dim}
+    shape = dataclasses.replace(shapes.ATTENTION["qwen3_8b_decode"], **sizes)
+    lowered = aot.lower(attention, *attention_arguments(shape))
+    assert lowered.as_text().count(TRITON_CALL) == 2
+    aot.compile(lowered, **NO_SPILLS)
+
+
 def test_attention_with_a_window_is_tritons():
     arguments = attention_arguments(shapes.ATTENTION["qwen3_8b_chain"])
     start = aot.argument(arguments[0].shape[:2], jnp.int32)
@@ -76,9 +85,6 @@ def test_attention_with_a_window_is_tritons():
 
     # Shares of the prefix and the tree side by side, then the merge.
     compile_kernel(windowed, start, *arguments, launches=2)
-
-
-NO_SPILLS = {"xla_gpu_fail_ptx_compilation_on_register_spilling": True}
 
 
 @pytest.mark.parametrize("rows", [1, 64])

@@ -11,7 +11,13 @@ from flax import nnx
 from test_hybrid_h200 import TARGETS
 
 from ddtree_jax.models.moe import MoE
-from pallas_kernels import choose_experts, grouped_down, grouped_gate_up, sort_by_expert
+from pallas_kernels import (
+    choose_experts,
+    grouped_down,
+    grouped_gate_up,
+    routed_gate_up,
+    sort_by_expert,
+)
 from pallas_kernels.sort_by_expert import Order
 
 TRITON_CALL = "__gpu$xla.gpu.triton"
@@ -57,9 +63,18 @@ def test_products_compile_without_spills_and_copy_no_expert(rows):
         assert program.memory_analysis().temp_size_in_bytes < 1e6
 
 
+def test_a_row_s_choice_and_product_compile_without_spills():
+    one = functools.partial(routed_gate_up, count=CHOSEN - 1, normalise=True)
+    parts = abstract(16, 1, 1, EXPERTS - 1, dtype=jnp.float32)
+    kernels = abstract(EXPERTS, HIDDEN, 2 * INNER)
+    arrays = (parts, abstract(1, 1, HIDDEN), abstract(HIDDEN), kernels)
+    program = compiled(lambda *arrays: one(*arrays)[:3], *arrays)
+    assert program.memory_analysis().temp_size_in_bytes < 1e6
+
+
 @pytest.mark.parametrize("rows", [1, 64])
-def test_a_layer_is_five_launches(rows):
-    """And a row alone needs no order: its sort is dead code."""
+def test_a_layer_is_five_launches_and_of_a_row_three(rows):
+    """A row alone needs no order: its sort is dead code."""
     structure, state = nnx.split(
         nnx.eval_shape(lambda: MoE(TARGETS["35b_a3b"], dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
     )
@@ -69,8 +84,9 @@ def test_a_layer_is_five_launches(rows):
     )
     text = aot.compile(lowered).as_text()
     entry = text[text.index("\nENTRY") :]
-    order = ["sort_by_expert"] if rows > 1 else []
+    several = ["choose_experts", "sort_by_expert", "grouped_gate_up"]
+    opening = several if rows > 1 else ["routed_gate_up"]
     assert re.findall(r'custom-call\(.*op_name="[^"]*/(\w+)/pallas_call"', entry) == [
-        "skinny_matmul", "choose_experts", *order, "grouped_gate_up", "grouped_down",
+        "skinny_matmul", *opening, "grouped_down",
     ]  # fmt: skip
     assert not re.search(r" (fusion|copy|transpose|slice|reduce|sort)\(", entry)

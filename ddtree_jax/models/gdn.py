@@ -13,21 +13,31 @@ from jaxtyping import Array, Float, Float32, Int
 
 from ddtree_jax.config import HybridConfig, TargetConfig
 from ddtree_jax.models.layers import Implementation, fan_in_normal
-from pallas_kernels import gated_norm, gdn_heads, skinny_matmul
+from pallas_kernels import gated_norm, gdn_heads, normed_matmul, skinny_matmul
 from pallas_kernels.gdn_heads import GdnHeads
 
 
 class GdnRows(NamedTuple):
-    """What one layer asks of its recurrence for R rows: arguments of `pallas_kernels.gdn_heads`."""
+    """What one layer asks of its recurrence for R rows: arguments of `pallas_kernels.gdn_heads`,
+    and the norm's scale."""
 
     parts: Float[Array, "P B R C"]
     kernel: Float[Array, "W Ck"]
     log_rate: Float32[Array, " Hv"]
     time_bias: Float32[Array, " Hv"]
+    scale: Float32[Array, " Dv"]
 
 
-# (number of the recurrent layer, its rows) -> what the state answers [B, R, Hv, Dv]
-Recur = Callable[[int, GdnRows], Array]
+class Answer(NamedTuple):
+    """What the state answers each row. squares: where they are given, scale and gate are in the
+    rows already and only the norm is left, as of `pallas_kernels.normed_matmul`."""
+
+    rows: Float[Array, "B R Hv Dv"]
+    squares: Float32[Array, "B R Hv Q"] | None = None
+
+
+# (number of the recurrent layer, its rows) -> what the state answers
+Recur = Callable[[int, GdnRows], Answer]
 
 
 def heads_of(
@@ -74,14 +84,11 @@ class GatedDeltaNet(nnx.Module):
     ) -> Float[Array, "P B R D"]:
         """number: which of the recurrent layers this is."""
         parts = skinny_matmul(x, self.inputs[...], implementation=kernels)
-        rows = GdnRows(parts, self.conv[...], self.log_rate[...], self.time_bias[...])
-        gated = gated_norm(
-            recur(number, rows),
-            parts,
-            self.norm_scale[...],
-            start=self.config.conv_channels,
-            eps=self.eps,
-            implementation=kernels,
-        )
-        gated = gated.reshape(*x.shape[:2], -1)
-        return skinny_matmul(gated, self.out[...], implementation=kernels)
+        scale, out = self.norm_scale[...], self.out[...]
+        rows = GdnRows(parts, self.conv[...], self.log_rate[...], self.time_bias[...], scale)
+        answer, squares = recur(number, rows)
+        options = {"eps": self.eps, "implementation": kernels}
+        if squares is not None:
+            return normed_matmul(answer, squares, out, **options)
+        gated = gated_norm(answer, parts, scale, start=self.config.conv_channels, **options)
+        return skinny_matmul(gated.reshape(*x.shape[:2], -1), out, implementation=kernels)

@@ -4,17 +4,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from ddtree_jax.config import TargetConfig
 from ddtree_jax.models.layers import Implementation, fan_in_normal
-from pallas_kernels import (
-    choose_experts,
-    grouped_down,
-    grouped_gate_up,
-    skinny_matmul,
-    sort_by_expert,
-)
+from pallas_kernels import grouped_down, routed_gate_up, skinny_matmul
 
 
 class MoE(nnx.Module):
@@ -38,28 +32,21 @@ class MoE(nnx.Module):
         if config.moe.has_shared:
             self.shared_gate = nnx.Param(fan_in_normal(rngs.params(), (hidden, 1), dtype))
 
-    def choose(
-        self, x: Float[Array, "B R D"], kernels: Implementation = None
-    ) -> tuple[Float[Array, "B R K"], Int[Array, "B R K"]]:
-        """Weights and ids of each row's experts, the shared one's behind those chosen."""
-        return choose_experts(
-            skinny_matmul(x, self.router[...], dtype=jnp.float32, implementation=kernels),
-            x,
-            self.shared_gate[...].reshape(-1) if self.config.has_shared else None,
-            count=self.config.chosen_count,
-            normalise=self.config.normalise,
-            implementation=kernels,
-        )
-
     def __call__(
         self, x: Float[Array, "B R D"], kernels: Implementation
     ) -> Float[Array, "K B R D"]:
         """In parts, one a choice, whose sum is the answer."""
-        weight, index = self.choose(x, kernels)
-        rows, ids = x.reshape(-1, x.shape[2]), index.reshape(-1, index.shape[2])
-        gate_up, down = self.gate_up[...], self.down[...]
-        order = sort_by_expert(ids, experts=len(gate_up), implementation=kernels)
-        options = {"shared": self.config.has_shared, "implementation": kernels}
-        gated = grouped_gate_up(rows, gate_up, ids, order, **options)
-        parts = grouped_down(gated, down, ids, weight.reshape(ids.shape), order, **options)
+        shared = self.config.has_shared
+        gated, ids, weight, order = routed_gate_up(
+            skinny_matmul(x, self.router[...], dtype=jnp.float32, implementation=kernels),
+            x,
+            self.shared_gate[...].reshape(-1) if shared else None,
+            self.gate_up[...],
+            count=self.config.chosen_count,
+            normalise=self.config.normalise,
+            implementation=kernels,
+        )
+        parts = grouped_down(
+            gated, self.down[...], ids, weight, order, shared=shared, implementation=kernels
+        )
         return parts.reshape(-1, *x.shape)
