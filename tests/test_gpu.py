@@ -3,8 +3,6 @@
 JAX_PLATFORMS=cuda,cpu pytest -m gpu tests/test_gpu.py
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,8 +23,9 @@ from pallas_kernels import (
     gdn_step,
     gdn_tree,
     grouped_down,
-    grouped_gate_up,
+    normed_matmul,
     rotate_heads,
+    routed_gate_up,
     skinny_matmul,
     sort_by_expert,
     topk_logsumexp,
@@ -216,16 +215,14 @@ def test_experts_are_their_definitions(rows, shared):
     )
 
     def run(kernels):
-        weight, ids = choose_experts(
-            parts, x, gate, count=8, normalise=True, implementation=kernels
-        )
-        weight, ids = weight[0], ids[0]
-        order = sort_by_expert(ids, experts=count, implementation=kernels)
+        choice = {"count": 8, "normalise": True, "implementation": kernels}
         if kernels == "xla":
+            weight, ids = (array[0] for array in choose_experts(parts, x, gate, **choice))
+            order = sort_by_expert(ids, experts=count, implementation=kernels)
             gated = gate_up_definition(x[0], gate_up, ids)
             return (ids, *order), (weight, gated, down_definition(gated, down, ids, weight))
+        gated, ids, weight, order = routed_gate_up(parts, x, gate, gate_up, **choice)
         options = {"shared": shared, "implementation": kernels}
-        gated = grouped_gate_up(x[0], gate_up, ids, order, **options)
         answer = grouped_down(gated, down, ids, weight, order, **options)
         return (ids, *order), (weight, gated, answer)
 
@@ -299,13 +296,20 @@ def test_a_token_of_a_recurrent_layer_is_its_definition(slots, heads):
         jnp.arange(slots, dtype=jnp.int32) + 6,
         (jnp.arange(slots) < max(slots - 1, 1)).astype(jnp.int32),
     )
-    step = functools.partial(gdn_step, num_key_heads=keys)
-    step = jax.jit(step, static_argnames="implementation")
-    ours, theirs = (step(*arrays, implementation=kernels) for kernels in ("pallas", "xla"))
+    matrix = normal(rng, values, 2048) * values**-0.5
+
+    def run(kernels):
+        step = gdn_step(*arrays, num_key_heads=keys, implementation=kernels)
+        parts = normed_matmul(step.out, step.squares, matrix, eps=1e-6, implementation=kernels)
+        return step, jnp.sum(parts.astype(jnp.float32), axis=0)
+
+    run = jax.jit(run, static_argnums=0)
+    (ours, product), (theirs, wanted) = (run(kernels) for kernels in ("pallas", "xla"))
     np.testing.assert_array_equal(ours.conv, theirs.conv)
     if slots > 1:
         np.testing.assert_array_equal(ours.state[-1], arrays[6][-1])
-    for our, their in ((ours.state, theirs.state), (ours.out[:3], theirs.out[:3])):
+    pairs = (ours.state, theirs.state), (ours.out[:3], theirs.out[:3]), (product[:3], wanted[:3])
+    for our, their in pairs:
         our, their = our.astype(jnp.float32), their.astype(jnp.float32)
         assert float(jnp.linalg.norm(our - their) / jnp.linalg.norm(their)) < 1e-2
 
