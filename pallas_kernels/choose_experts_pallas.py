@@ -23,7 +23,7 @@ def unsupported(dtype: jnp.dtype, experts: int) -> str | None:
     if unfit := dispatch.unsupported_dtype(dtype):
         return unfit
     if experts > _MOST_LANES:
-        return f"it holds the shares of at most {_MOST_LANES} experts in registers, got {experts}"
+        return f"it holds the logits of at most {_MOST_LANES} experts in registers, got {experts}"
     return None
 
 
@@ -38,7 +38,7 @@ def logits_of(parts_ref, lane: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def likeliest(bits: jax.Array, lane: jax.Array, count: jax.Array | int, chosen: int):
     """Places of the `count` largest bits, largest first, [lanes_for(chosen)]; and the last of
-    them, or all lanes if `count` is 0."""
+    them, which is no place if `count` is 0."""
     slot = jax.lax.iota(jnp.int32, dispatch.lanes_for(chosen))
 
     def choose(number, state):

@@ -40,7 +40,7 @@ def _kernel(
     experts, (chosen, half) = parts_ref.shape[2], out_ref.shape
     tile, turn = pl.program_id(0), pl.program_id(1)
 
-    # Nothing waits for a program that writes the choice down, but for the next kernel.
+    # A program of its own: only the next kernel reads the choice, and no product waits for it.
     @pl.when((turn == 0) & (tile == 0))
     def _():
         options = {"count": count, "normalise": normalise}
@@ -51,9 +51,9 @@ def _kernel(
         place = turn - 1
         lane = jax.lax.iota(jnp.int32, dispatch.lanes_for(experts))
         _, bits = logits_of(parts_ref, lane)
-        steps = jnp.where(place == count, 0, place + 1)
-        _, expert = likeliest(bits, lane, steps, chosen)
-        expert = jnp.where(place == count, experts, expert)
+        shared = place == count
+        _, expert = likeliest(bits, lane, jnp.where(shared, 0, place + 1), chosen)
+        expert = jnp.where(shared, experts, expert)
         shape = (config.tile_rows, config.tile_columns)
         first = tile * config.tile_columns
         row = jnp.zeros((config.tile_rows,), jnp.int32)
