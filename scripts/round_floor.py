@@ -16,6 +16,7 @@ from ddtree_jax.round import run_round
 from ddtree_jax.stages.verify import verify
 from ddtree_jax.state import DecodeState, init_state
 from ddtree_jax.tree import Tree
+from pallas_kernels.routed_gate_up import Routed
 
 
 def leaves_for(pair: Pair, plan: RoundPlan) -> tuple[Leaves, Leaves]:
@@ -40,12 +41,12 @@ def lower_expert_count(pair: Pair, plan: RoundPlan, state: DecodeState) -> jax.s
     """Program of the target's leaves, the drafter's and a state: [layers] distinct experts that
     rows choose in the round that the state is about to run; a shared one is not counted."""
     chosen: list[jax.Array] = []
-    choose, moe = MoE.choose, pair.target.moe
+    route, moe = MoE.route, pair.target.moe
 
-    def recorded(self: MoE, *args, **options) -> tuple[jax.Array, jax.Array]:
-        weight, index = choose(self, *args, **options)
-        chosen.append(index[..., : moe.chosen_count].reshape(-1))
-        return weight, index
+    def recorded(self: MoE, *args, **options) -> Routed:
+        routed = route(self, *args, **options)
+        chosen.append(routed.ids[:, : moe.chosen_count].reshape(-1))
+        return routed
 
     def counts(target_leaves: Leaves, draft_leaves: Leaves, state: DecodeState) -> jax.Array:
         target, draft = pair.structures
@@ -58,7 +59,7 @@ def lower_expert_count(pair: Pair, plan: RoundPlan, state: DecodeState) -> jax.s
 
     # One run does not repay a search for the fastest products.
     options = {"xla_gpu_autotune_level": 0} if jax.default_backend() == "gpu" else None
-    with mock.patch.object(MoE, "choose", recorded):
+    with mock.patch.object(MoE, "route", recorded):
         program = jax.jit(counts, compiler_options=options)
         return program.lower(*leaves_for(pair, plan), state)
 

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float
 from ddtree_jax.config import TargetConfig
 from ddtree_jax.models.layers import Implementation, fan_in_normal
 from pallas_kernels import grouped_down, routed_gate_up, skinny_matmul
+from pallas_kernels.routed_gate_up import Routed
 
 
 class MoE(nnx.Module):
@@ -32,21 +33,23 @@ class MoE(nnx.Module):
         if config.moe.has_shared:
             self.shared_gate = nnx.Param(fan_in_normal(rngs.params(), (hidden, 1), dtype))
 
-    def __call__(
-        self, x: Float[Array, "B R D"], kernels: Implementation
-    ) -> Float[Array, "K B R D"]:
-        """In parts, one a choice, whose sum is the answer."""
-        shared = self.config.has_shared
-        gated, ids, weight, order = routed_gate_up(
+    def route(self, x: Float[Array, "B R D"], kernels: Implementation = None) -> Routed:
+        """Each row's experts, the shared one's behind those chosen, and their first products."""
+        return routed_gate_up(
             skinny_matmul(x, self.router[...], dtype=jnp.float32, implementation=kernels),
             x,
-            self.shared_gate[...].reshape(-1) if shared else None,
+            self.shared_gate[...].reshape(-1) if self.config.has_shared else None,
             self.gate_up[...],
             count=self.config.chosen_count,
             normalise=self.config.normalise,
             implementation=kernels,
         )
-        parts = grouped_down(
-            gated, self.down[...], ids, weight, order, shared=shared, implementation=kernels
-        )
+
+    def __call__(
+        self, x: Float[Array, "B R D"], kernels: Implementation
+    ) -> Float[Array, "K B R D"]:
+        """In parts, one a choice, whose sum is the answer."""
+        options = {"shared": self.config.has_shared, "implementation": kernels}
+        gated, ids, weight, order = self.route(x, kernels)
+        parts = grouped_down(gated, self.down[...], ids, weight, order, **options)
         return parts.reshape(-1, *x.shape)
