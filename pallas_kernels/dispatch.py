@@ -99,6 +99,19 @@ def unsupported_dtype(dtype: jnp.dtype) -> str | None:
     return f"it takes bfloat16 and float32, got {jnp.dtype(dtype).name}"
 
 
+def unsupported_size(
+    dtype: jnp.dtype, name: str, size: int, most: int, *, letter: str = ""
+) -> str | None:
+    """Why a kernel cannot hold `size` of what is named in a register array, or None. letter: what
+    public docstrings call the size."""
+    if unfit := unsupported_dtype(dtype):
+        return unfit
+    if not 16 <= size <= most or size & (size - 1):
+        got = f"{letter}={size}" if letter else size
+        return f"the {name} must be a power of two from 16 to {most}, got {got}"
+    return None
+
+
 def next_power_of_two(size: int) -> int:
     """Smallest power of two that is at least `size`; 1 for sizes below 1."""
     return 1 << max(size - 1, 0).bit_length()
@@ -133,6 +146,11 @@ def dot(a: jax.Array, b: jax.Array, *, trans_b: bool = False) -> jax.Array:
 def spread(vector: jax.Array, shape: tuple[int, int], axis: int) -> jax.Array:
     """A vector along `axis` of a matrix; interpret mode wants indices and masks in full shape."""
     return jax.lax.broadcast_in_dim(vector, shape, (axis,))
+
+
+def silu(x: jax.Array) -> jax.Array:
+    """x * sigmoid(x), inside a kernel."""
+    return x * jax.lax.logistic(x)
 
 
 def whole(*shape: int) -> pl.BlockSpec:

@@ -54,7 +54,7 @@ def _gated_kernel(
 
     zero = jnp.zeros((tile_rows, columns), jnp.float32)
     gate, up = jax.lax.fori_loop(0, inner // config.block, step, (zero, zero))
-    mixed = gate * jax.lax.logistic(gate) * up
+    mixed = dispatch.silu(gate) * up
     store_rows(out_ref, tile, pl.program_id(1) * columns, mixed)
 
 

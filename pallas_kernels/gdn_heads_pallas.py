@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels import dispatch
-from pallas_kernels.dispatch import spread, whole
+from pallas_kernels.dispatch import silu, spread, whole
 from pallas_kernels.skinny_matmul_pallas import load_sum
 
 _ROWS = 16  # a program at most
@@ -28,11 +28,7 @@ def unsupported(dtype: jnp.dtype, keys: int, channels: int) -> str | None:
 
 def unsupported_norm(dtype: jnp.dtype, size: int) -> str | None:
     """Why the kernel of `gated_norm` cannot take these arguments, or None."""
-    if unfit := dispatch.unsupported_dtype(dtype):
-        return unfit
-    if not 16 <= size <= 1024 or size & (size - 1):
-        return f"the value dim must be a power of two from 16 to 1024, got {size}"
-    return None
+    return dispatch.unsupported_size(dtype, "value dim", size, 1024)
 
 
 def log_decay_of(decay: jax.Array, log_rate: jax.Array, time_bias: jax.Array) -> jax.Array:
@@ -40,11 +36,6 @@ def log_decay_of(decay: jax.Array, log_rate: jax.Array, time_bias: jax.Array) ->
     raw = decay + time_bias
     softplus = jnp.maximum(raw, 0.0) + jnp.log1p(jnp.exp(-jnp.abs(raw)))  # without overflow
     return -jnp.exp(log_rate) * softplus
-
-
-def silu(x: jax.Array) -> jax.Array:
-    """x * sigmoid(x), inside a kernel."""
-    return x * jax.lax.logistic(x)
 
 
 def convolved(entries: Iterable[tuple[jax.Array, jax.Array]], dtype: jnp.dtype) -> jax.Array:
@@ -56,7 +47,7 @@ def convolved(entries: Iterable[tuple[jax.Array, jax.Array]], dtype: jnp.dtype) 
     return silu(total.astype(dtype).astype(jnp.float32)).astype(dtype)
 
 
-def normed_and_gated(x: jax.Array, gate: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+def _normed_and_gated(x: jax.Array, gate: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     """Rows [.., Dv] of `gated_norm` in their dtype, inside a kernel."""
     dtype, wide = x.dtype, x.astype(jnp.float32)
     scaling = jax.lax.rsqrt(jnp.sum(wide * wide, axis=-1) / x.shape[-1] + eps)
@@ -212,7 +203,7 @@ def _norm_kernel(
     gate = load_sum(parts_ref, row, start + head * size + lane, mask=inside, dtype=dtype)
     scale = scale_ref[lane]
     x = pltriton.load(x_ref.at[row, head, lane], mask=inside, other=0.0)
-    pltriton.store(out_ref.at[row, head, lane], normed_and_gated(x, gate, scale, eps), mask=inside)
+    pltriton.store(out_ref.at[row, head, lane], _normed_and_gated(x, gate, scale, eps), mask=inside)
 
 
 @dispatch.lowered_once

@@ -13,8 +13,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels import dispatch, gdn_wy
-from pallas_kernels.dispatch import spread, whole
-from pallas_kernels.gdn_heads_pallas import convolved, log_decay_of, silu
+from pallas_kernels.dispatch import silu, spread, whole
+from pallas_kernels.gdn_heads_pallas import convolved, log_decay_of
 from pallas_kernels.gdn_tree_pallas import unsupported as unsupported
 from pallas_kernels.skinny_matmul_pallas import load_sum
 

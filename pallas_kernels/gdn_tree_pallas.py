@@ -50,12 +50,9 @@ class Config:
 
 def unsupported(dtype: jnp.dtype, key_dim: int, value_dim: int) -> str | None:
     """Why the kernels cannot take these arguments, or None."""
-    if unfit := dispatch.unsupported_dtype(dtype):
-        return unfit
-    for name, size in (("key", key_dim), ("value", value_dim)):
-        if not 16 <= size <= 256 or size & (size - 1):
-            return f"the {name} dim must be a power of two from 16 to 256, got {size}"
-    return None
+    return dispatch.unsupported_size(dtype, "key dim", key_dim, 256) or dispatch.unsupported_size(
+        dtype, "value dim", value_dim, 256
+    )
 
 
 def _tree_kernel(

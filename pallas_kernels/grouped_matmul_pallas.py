@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels import dispatch
-from pallas_kernels.dispatch import dot, spread, whole
+from pallas_kernels.dispatch import dot, silu, spread, whole
 
 _FEW = 16  # choices
 # Of rows and weights at most, a step of the loop: with many programs, and with few.
@@ -134,7 +134,7 @@ class _Walk:
         jax.lax.fori_loop(0, (last - first + size - 1) // size, step, 0)
 
 
-def products(
+def _products(
     rows_ref, kernels_ref, row: jax.Array, expert: jax.Array, columns: list, config: Config
 ) -> tuple[jax.Array, ...]:
     """Rows of rows_ref [.., I] by some columns of kernels_ref [G, I, O] from each of `columns`."""
@@ -154,6 +154,29 @@ def products(
     return jax.lax.fori_loop(0, rows_ref.shape[1] // step, add, (zero,) * len(columns))
 
 
+def gate_up_tile(
+    x_ref,  # [R, D]
+    kernels_ref,  # [G, D, 2 F]
+    out_ref,  # [N, F], out
+    row: jax.Array,
+    expert: jax.Array,
+    entry: jax.Array,
+    exists: jax.Array,
+    first: jax.Array,
+    config: Config,
+) -> None:
+    """Columns from `first` on of silu(rows @ gate) * (rows @ up) of one expert, written to those of
+    the entries [tile] that exist."""
+    shape = (config.tile_rows, config.tile_columns)
+    entries, half = out_ref.shape
+    gate, up = _products(x_ref, kernels_ref, row, expert, [first, half + first], config)
+    mixed = (silu(gate) * up).astype(out_ref.dtype)
+    column = spread(first + jax.lax.iota(jnp.int32, shape[1]), shape, 1)
+    # Interpret mode drops what lies past the end, where a masked store is not one.
+    at = (spread(jnp.where(exists, entry, entries), shape, 0), column)
+    pltriton.store(out_ref.at[at], mixed, mask=spread(exists, shape, 0))
+
+
 def _gate_up_kernel(
     ids_ref,  # int32 [N]
     entry_ref,  # int32 [N]
@@ -165,17 +188,11 @@ def _gate_up_kernel(
     walk: _Walk,
     config: Config,
 ):
-    shape = (config.tile_rows, config.tile_columns)
-    half, first = out_ref.shape[1], pl.program_id(0) * config.tile_columns
-    column = spread(first + jax.lax.iota(jnp.int32, shape[1]), shape, 1)
+    first = pl.program_id(0) * config.tile_columns
 
     def tile(expert, entry, exists):
-        columns = [first, half + first]
-        gate, up = products(x_ref, kernels_ref, entry // walk.chosen, expert, columns, config)
-        mixed = (gate * jax.lax.logistic(gate) * up).astype(out_ref.dtype)
-        # Interpret mode drops what lies past the end, where a masked store is not one.
-        at = (spread(jnp.where(exists, entry, walk.entries), shape, 0), column)
-        pltriton.store(out_ref.at[at], mixed, mask=spread(exists, shape, 0))
+        row = entry // walk.chosen
+        gate_up_tile(x_ref, kernels_ref, out_ref, row, expert, entry, exists, first, config)
 
     walk.run(ids_ref, entry_ref, starts_ref, tile)
 
@@ -198,7 +215,7 @@ def _down_kernel(
 
     def tile(expert, entry, exists):
         weight = pltriton.load(weight_ref.at[entry])
-        (product,) = products(gated_ref, kernels_ref, entry, expert, [first], config)
+        (product,) = _products(gated_ref, kernels_ref, entry, expert, [first], config)
         scaled = (product * spread(weight, shape, 0)).astype(out_ref.dtype)
         row = jnp.where(exists, entry // walk.chosen, walk.rows)
         at = (spread(entry % walk.chosen, shape, 0), spread(row, shape, 0), column)

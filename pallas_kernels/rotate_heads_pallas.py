@@ -18,10 +18,8 @@ _MOST_PIECES = 16  # of a head
 
 def unsupported(dtype: jnp.dtype, head_dim: int, pairs: int) -> str | None:
     """Why the kernel cannot take these arguments, or None."""
-    if unfit := dispatch.unsupported_dtype(dtype):
+    if unfit := dispatch.unsupported_size(dtype, "head dim", head_dim, 512, letter="H"):
         return unfit
-    if not 16 <= head_dim <= 512 or head_dim & (head_dim - 1):
-        return f"the head dim must be a power of two from 16 to 512, got H={head_dim}"
     if pairs & (pairs - 1) or pairs * _MOST_PIECES < head_dim:
         least = head_dim // _MOST_PIECES
         return f"the pairs must be a power of two, at least {least} of H={head_dim}, got {pairs}"

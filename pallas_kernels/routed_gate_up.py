@@ -57,7 +57,8 @@ def routed_gate_up(
         gated, ids, weight = routed_gate_up_pallas.routed_gate_up(
             parts, x, shared_gate, kernels, **options, interpret=dispatch.interpret()
         )
-        return Routed(gated, ids, weight, sort_by_expert(ids, experts=experts))
+        order = sort_by_expert(ids, experts=experts, implementation=implementation)
+        return Routed(gated, ids, weight, order)
     weight, ids = choose_experts(parts, x, shared_gate, **options, implementation=implementation)
     weight, ids = (array.reshape(rows, -1) for array in (weight, ids))
     order = sort_by_expert(ids, experts=experts, implementation=implementation)

@@ -13,8 +13,8 @@ from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels import choose_experts_pallas, dispatch, grouped_matmul_pallas
 from pallas_kernels.choose_experts_pallas import choose_kernel, likeliest, logits_of
-from pallas_kernels.dispatch import spread, whole
-from pallas_kernels.grouped_matmul_pallas import Config, products
+from pallas_kernels.dispatch import whole
+from pallas_kernels.grouped_matmul_pallas import Config, gate_up_tile
 
 
 def unsupported(dtype: jnp.dtype, experts: int, inner: int, outer: int) -> str | None:
@@ -37,7 +37,7 @@ def _kernel(
     normalise: bool,
     config: Config,
 ):
-    experts, (chosen, half) = parts_ref.shape[2], out_ref.shape
+    experts, chosen = parts_ref.shape[2], out_ref.shape[0]
     tile, turn = pl.program_id(0), pl.program_id(1)
 
     # A program of its own: only the next kernel reads the choice, and no product waits for it.
@@ -54,16 +54,10 @@ def _kernel(
         shared = place == count
         _, expert = likeliest(bits, lane, jnp.where(shared, 0, place + 1), chosen)
         expert = jnp.where(shared, experts, expert)
-        shape = (config.tile_rows, config.tile_columns)
-        first = tile * config.tile_columns
         row = jnp.zeros((config.tile_rows,), jnp.int32)
-        columns = [first, half + first]
-        gate, up = products(x_ref, kernels_ref, row, expert, columns, config)
-        mixed = (gate * jax.lax.logistic(gate) * up).astype(out_ref.dtype)
-        column = spread(first + jax.lax.iota(jnp.int32, shape[1]), shape, 1)
-        alone = jax.lax.broadcasted_iota(jnp.int32, shape, 0) < 1
-        # Interpret mode drops what lies past the end, where a masked store is not one.
-        pltriton.store(out_ref.at[jnp.where(alone, place, chosen), column], mixed, mask=alone)
+        entry, alone = row + place, jax.lax.iota(jnp.int32, config.tile_rows) < 1
+        first = tile * config.tile_columns
+        gate_up_tile(x_ref, kernels_ref, out_ref, row, expert, entry, alone, first, config)
 
 
 @dispatch.lowered_once

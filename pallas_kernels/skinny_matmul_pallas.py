@@ -43,11 +43,7 @@ def unsupported(dtype: jnp.dtype, *sides: int) -> str | None:
 
 def unsupported_groups(dtype: jnp.dtype, size: int) -> str | None:
     """Why the kernel cannot norm groups of this size, or None. Shares hold whole groups."""
-    if unfit := dispatch.unsupported_dtype(dtype):
-        return unfit
-    if not 16 <= size <= 128 or size & (size - 1):
-        return f"the groups must be of a power of two from 16 to 128, got {size}"
-    return None
+    return dispatch.unsupported_size(dtype, "size of a group", size, 128)
 
 
 def one_wave(inner: int, columns: int, dtype: jnp.dtype) -> bool:

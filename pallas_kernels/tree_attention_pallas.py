@@ -84,11 +84,7 @@ def default_config(query: jax.Array, key: jax.Array) -> Config:
 
 def unsupported(dtype: jnp.dtype, head_dim: int) -> str | None:
     """Why the kernel cannot take these arguments, or None."""
-    if unfit := dispatch.unsupported_dtype(dtype):
-        return unfit
-    if not 16 <= head_dim <= 256 or head_dim & (head_dim - 1):
-        return f"the head dim must be a power of two from 16 to 256, got H={head_dim}"
-    return None
+    return dispatch.unsupported_size(dtype, "head dim", head_dim, 256, letter="H")
 
 
 def _row_index(tile: jax.Array, shape: tuple[int, int], group: int) -> tuple[jax.Array, ...]:

@@ -6,14 +6,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from kernel_cases import DEPTHS, Case, Widths
-from kernel_problems import Cost, Draw, Problem, best_first_tree, by_slot, moves, size
+from kernel_problems import Cost, Draw, Problem, added, best_first_tree, by_slot, moves, size
 
 from ddtree_jax.recurrent import tree_window
 from ddtree_jax.tree import ancestor_mask
 from pallas_kernels import gated_norm, gdn_commit, gdn_heads, gdn_step, gdn_tree, normed_matmul
 from pallas_kernels.gdn_step import GdnStep
 from pallas_kernels.gdn_tree import definition as gdn_definition
-from pallas_kernels.skinny_matmul import sum_parts
 
 _EPS = 1e-6
 _TAPS = 4
@@ -143,11 +142,8 @@ def normed_product(widths: Widths, case: Case) -> Problem:
     def cost(arguments: tuple, out: jax.Array) -> Cost:
         return Cost(size(arguments, out), 2 * arguments[0].size * hidden)
 
-    def finish(parts: jax.Array) -> jax.Array:
-        return sum_parts(parts, jnp.bfloat16)
-
     op = functools.partial(normed_matmul, eps=_EPS)
-    return Problem(arguments=arguments, op=op, cost=cost, finish=finish)
+    return Problem(arguments=arguments, op=op, cost=cost, finish=added)
 
 
 RECURRENT_PROBLEMS = {

@@ -33,7 +33,7 @@ class MoE(nnx.Module):
         if config.moe.has_shared:
             self.shared_gate = nnx.Param(fan_in_normal(rngs.params(), (hidden, 1), dtype))
 
-    def route(self, x: Float[Array, "B R D"], kernels: Implementation = None) -> Routed:
+    def route(self, x: Float[Array, "B R D"], kernels: Implementation) -> Routed:
         """Each row's experts, the shared one's behind those chosen, and their first products."""
         return routed_gate_up(
             skinny_matmul(x, self.router[...], dtype=jnp.float32, implementation=kernels),
