@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Float32, Int
+from jaxtyping import Array, Float, Float32, Int
 
 from ddtree_jax.config import HybridConfig, TargetConfig
 from ddtree_jax.models.gdn import Answer, GdnRows, heads_of
-from ddtree_jax.tree import Tree
+from ddtree_jax.tree import Tree, ancestors, node_paths
 from pallas_kernels import gdn_chunk, gdn_commit, gdn_step, gdn_tree
 
 
@@ -53,14 +53,10 @@ def init_recurrent(config: TargetConfig, slots: int, dtype: DTypeLike) -> Recurr
 def tree_window(tree: Tree, lengths: Int[Array, " B"], width: int) -> Int[Array, "B T W"]:
     """For each node and distance 0..W-1: the row that lies so far back on its path, in the W
     committed inputs followed by the tree's. One table serves all layers."""
-    node = jnp.arange(tree.token.shape[1], dtype=jnp.int32)
-    ancestor = jnp.broadcast_to(node[None, :], tree.token.shape)
     window = []
-    for distance in range(width):
+    for distance, ancestor in enumerate(ancestors(tree, width)):
         committed = (lengths[:, None] + tree.depth - distance) % width
         window.append(jnp.where(ancestor < 0, committed, width + ancestor))
-        up = jnp.take_along_axis(tree.parent, jnp.maximum(ancestor, 0), axis=1)
-        ancestor = jnp.where(ancestor < 0, -1, up)
     return jnp.stack(window, axis=2)
 
 
@@ -73,15 +69,14 @@ class TreeRecurrence:
         state: RecurrentState,
         tree: Tree,
         lengths: Int[Array, " B"],
-        visible: Bool[Array, "B T T"],
         *,
         max_depth: int,
         implementation: str | None,
     ):
         self.stash: list[Stash] = []
-        self._config, self._state, self._visible = config, state, visible
+        self._config, self._state, self._path = config, state, node_paths(tree, max_depth)
         self._window = tree_window(tree, lengths, config.conv_width)
-        self._max_depth, self._implementation = max_depth, implementation
+        self._implementation = implementation
 
     def __call__(self, number: int, rows: GdnRows) -> Answer:
         before = self._state.conv[number]
@@ -89,8 +84,7 @@ class TreeRecurrence:
         nodes = gdn_tree(
             *heads[:5],
             self._state.matrix[number],
-            self._visible,
-            max_depth=self._max_depth,
+            self._path,
             implementation=self._implementation,
         )
         self.stash.append(Stash(heads.mixed, heads.key, nodes.update, heads.log_decay))

@@ -48,15 +48,32 @@ def root_only(root: Int[Array, " B"]) -> Tree:
     return Tree(token, zero - 1, zero, zero == 0, zero.astype(jnp.float32))
 
 
+def ancestors(tree: Tree, count: int) -> list[Int[Array, "B T"]]:
+    """Of each node: itself, its parent, and so on, `count` of them; -1 past the root."""
+    node = jnp.arange(tree.token.shape[1], dtype=jnp.int32)
+    found = [jnp.broadcast_to(node[None, :], tree.token.shape)]
+    # Unrolled: a loop here would split the round's command buffer.
+    for _ in range(count - 1):
+        up = jnp.take_along_axis(tree.parent, jnp.maximum(found[-1], 0), axis=1)
+        found.append(jnp.where(found[-1] < 0, -1, up))
+    return found
+
+
+def node_paths(tree: Tree, max_depth: int) -> Int[Array, "B T R"]:
+    """From the root down to each node, by depth, then -1; R = max_depth + 1. A padding node has
+    itself alone."""
+    upward = jnp.stack(ancestors(tree, max_depth + 1), axis=2)
+    length = jnp.sum(upward >= 0, axis=2, dtype=jnp.int32, keepdims=True)
+    back = length - 1 - jnp.arange(max_depth + 1, dtype=jnp.int32)[None, None, :]
+    path = jnp.take_along_axis(upward, jnp.maximum(back, 0), axis=2)
+    return jnp.where(back >= 0, path, -1)
+
+
 def ancestor_mask(tree: Tree, max_depth: int) -> Bool[Array, "B T T"]:
     """True where column j is row i itself or an ancestor of it. A padding row sees itself only."""
     node = jnp.arange(tree.token.shape[1], dtype=jnp.int32)
-    ancestor = jnp.broadcast_to(node[None, :], tree.token.shape)
-    visible = ancestor[:, :, None] == node[None, None, :]
-    # Unrolled: a loop here would split the round's command buffer.
-    for _ in range(max_depth):
-        up = jnp.take_along_axis(tree.parent, jnp.maximum(ancestor, 0), axis=1)
-        ancestor = jnp.where(ancestor < 0, -1, up)
+    visible = jnp.zeros((1, 1, 1), bool)
+    for ancestor in ancestors(tree, max_depth + 1):
         visible |= ancestor[:, :, None] == node[None, None, :]
     return visible
 

@@ -13,7 +13,8 @@ from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels import dispatch, gdn_wy
 from pallas_kernels.dispatch import spread
-from pallas_kernels.gdn_pairs_pallas import exact_dot, inverse_norm, terms_for
+from pallas_kernels.gdn_exact import exact_dot, terms_for
+from pallas_kernels.gdn_paths_pallas import inverse_norm
 
 
 def _commit_kernel(

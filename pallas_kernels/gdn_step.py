@@ -101,9 +101,8 @@ def definition(
         num_key_heads=num_key_heads,
         key_dim=state.shape[2],
     )
-    itself = jnp.ones((slots, 1, 1), bool)
-    out, update = gdn_wy.tree(*heads[:5], state, itself, levels=0)
     root = jnp.zeros((slots, 1), jnp.int32)
+    out, update = gdn_wy.tree(*heads[:5], state, root[:, :, None])
     row = jnp.arange(width, dtype=jnp.int32)[None, :]
     new = (row == (lengths % width)[:, None]) & (count > 0)[:, None]
     answer = out.astype(jnp.float32)

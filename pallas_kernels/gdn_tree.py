@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Float32, Int32
+from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels import dispatch, gdn_commit_pallas, gdn_tree_pallas, gdn_wy
 
@@ -30,9 +30,8 @@ def gdn_tree(
     log_decay: Float32[Array, "B T Hv"],
     beta: Float32[Array, "B T Hv"],
     state: Float32[Array, "B Hv Dk Dv"],
-    visible: Bool[Array, "B T T"],
+    path: Int32[Array, "B T R"],
     *,
-    max_depth: int,
     implementation: dispatch.Implementation | None = None,
 ) -> GdnNodes:
     """The gated delta rule from `state` along every path of the tree at once.
@@ -47,23 +46,23 @@ def gdn_tree(
         normalised: the op does it, so that products of bfloat16 rows stay exact.
       log_decay: at most 0; below -120 it counts as -120 (the state is gone at -104 already).
       state: of the committed prefix; only read.
-      visible: whether node t (second axis) sees node j (third): its ancestors and itself. Nodes
-        come after their ancestors. A padding node that sees itself alone is inert.
-      max_depth: most ancestors of a node; static.
+      path: node indices from a node's first ancestor on down to itself, then -1. Nodes come after
+        their ancestors, and a path's beginning is the path of what it ends at. A padding node that
+        has itself alone is inert.
       implementation: None, "xla" (the WY form in jnp) or "pallas", see `dispatch.choose`.
 
     Raises:
-      ValueError: shapes or dtypes do not fit each other, or `max_depth` is negative.
+      ValueError: shapes or dtypes do not fit each other.
       NotImplementedError: the named implementation cannot run here.
 
     Source: Gated DeltaNet, arXiv 2412.06464, in the WY form of arXiv 2406.06484 with the causal
       mask replaced by the ancestors.
     """
-    _check(query, key, value, log_decay, beta, state, visible, max_depth)
-    chosen = _choose("gdn_tree", implementation, key, value.shape[3])
-    arguments = (query, key, value, log_decay, beta, state, visible)
+    _check(query, key, value, log_decay, beta, state, path)
+    chosen = _choose("gdn_tree", implementation, key, value.shape[3], path.shape[2])
+    arguments = (query, key, value, log_decay, beta, state, path)
     if chosen == "xla":
-        return GdnNodes(*gdn_wy.tree(*arguments, levels=min(max_depth, key.shape[1] - 1)))
+        return GdnNodes(*gdn_wy.tree(*arguments))
     return GdnNodes(*gdn_tree_pallas.gdn_tree(*arguments, interpret=dispatch.interpret()))
 
 
@@ -74,7 +73,7 @@ def definition(
     log_decay: Float32[Array, "B T Hv"],
     beta: Float32[Array, "B T Hv"],
     state: Float32[Array, "B Hv Dk Dv"],
-    visible: Bool[Array, "B T T"],
+    path: Int32[Array, "B T R"],
 ) -> GdnNodes:
     """The meaning of `gdn_tree`: node after node, each from its parent's state, in float32."""
     nodes, group = key.shape[1], value.shape[2] // key.shape[2]
@@ -82,9 +81,9 @@ def definition(
         jnp.repeat(gdn_wy.normalise(x), group, axis=2) for x in (query, key)
     )  # [B, T, Hv, Dk]
     query = query * key.shape[3] ** -0.5
-    before = visible & ~jnp.eye(nodes, dtype=bool)[None]
-    # Ancestors come first, so the nearest one has the highest index; 0 stands for the prefix.
-    parent = jnp.max(jnp.where(before, jnp.arange(1, nodes + 1, dtype=jnp.int32), 0), axis=2)
+    # The nearest ancestor has the highest index; 0 stands for the prefix.
+    itself = jnp.arange(nodes, dtype=jnp.int32)[None, :, None]
+    parent = jnp.max(jnp.where(path < itself, path + 1, 0), axis=2)
     states = jnp.broadcast_to(state[:, None], (state.shape[0], nodes + 1, *state.shape[1:]))
 
     def step(states: jax.Array, node: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
@@ -166,8 +165,8 @@ def gdn_chunk(
         raise ValueError(f"`key` must have a multiple of {rows} rows, got {size}; pad it")
     real = jnp.arange(size, dtype=jnp.int32)[None, :, None] < count[:, None, None]
     log_decay, beta = (jnp.where(real, x, 0.0) for x in (log_decay, beta))
-    chosen = _choose("gdn_chunk", implementation, key, value.shape[3])
-    tree, commit = functools.partial(gdn_wy.tree, levels=None), gdn_wy.commit
+    chosen = _choose("gdn_chunk", implementation, key, value.shape[3], rows)
+    tree, commit = functools.partial(gdn_wy.tree, chain=True), gdn_wy.commit
     if chosen == "pallas":
         options = {"interpret": dispatch.interpret()}
         tree = functools.partial(gdn_tree_pallas.gdn_tree, **options)
@@ -177,9 +176,13 @@ def gdn_chunk(
 
 
 def _choose(
-    op: str, implementation: dispatch.Implementation | None, key: jax.Array, value_dim: int
+    op: str,
+    implementation: dispatch.Implementation | None,
+    key: jax.Array,
+    value_dim: int,
+    depths: int = 1,
 ) -> dispatch.Implementation:
-    unsupported = gdn_tree_pallas.unsupported(key.dtype, key.shape[3], value_dim)
+    unsupported = gdn_tree_pallas.unsupported(key.dtype, key.shape[3], value_dim, depths)
     return dispatch.choose(op, implementation, unsupported)
 
 
@@ -190,8 +193,7 @@ def _check(
     log_decay: jax.Array,
     beta: jax.Array,
     state: jax.Array,
-    visible: jax.Array,
-    max_depth: int,
+    path: jax.Array,
 ) -> None:
     if key.ndim != 4 or value.ndim != 4 or key.shape[1] < 1:
         raise ValueError(
@@ -210,7 +212,7 @@ def _check(
         "log_decay": (log_decay, (slots, nodes, heads), jnp.float32),
         "beta": (beta, (slots, nodes, heads), jnp.float32),
         "state": (state, (slots, heads, key_dim, value_dim), jnp.float32),
-        "visible": (visible, (slots, nodes, nodes), jnp.bool_),
+        "path": (path, (slots, nodes, *path.shape[2:3]), jnp.int32),
     }
     for name, (array, shape, dtype) in expected.items():
         if array.shape != shape or array.dtype != dtype:
@@ -218,5 +220,5 @@ def _check(
                 f"`{name}` must be {jnp.dtype(dtype).name} of shape {shape} to fit `key`, "
                 f"got {array.dtype.name} of shape {array.shape}"
             )
-    if max_depth < 0:
-        raise ValueError(f"`max_depth` must not be negative, got {max_depth}")
+    if path.ndim != 3 or path.shape[2] < 1:
+        raise ValueError(f"`path` must have room for a node: [B, T, R >= 1], got {path.shape}")

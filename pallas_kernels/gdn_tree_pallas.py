@@ -1,9 +1,8 @@
-"""Pallas GPU kernel of `gdn_tree`: the WY form (`gdn_wy`), block of nodes by block.
+"""Pallas GPU kernels of `gdn_tree`: the WY form (`gdn_wy`), every node by its own path.
 
-`gdn_pairs_pallas` first finds, once a head, what the nodes of a block are to each other. A program
-then takes one head and one tile of value dims, and keeps that tile of the state on chip. Nodes
-come after their ancestors, so a block needs the updates of earlier blocks, which the program reads
-back from its own output.
+`gdn_paths_pallas` finds, once a head, the weights with which updates and outputs read the
+right-hand sides of a node's path; beside it, for neither needs the other, `gdn_meet` finds these
+sides, which need the state. Then each node sums over its path. No node waits for another.
 """
 
 import dataclasses
@@ -14,140 +13,143 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels import dispatch
+from pallas_kernels import dispatch, gdn_wy
 from pallas_kernels.dispatch import spread
-from pallas_kernels.gdn_pairs_pallas import (
-    LEAF,
-    exact_dot,
-    gdn_pairs,
-    load_numbers,
-    load_rows,
-    split_dot,
-    terms_for,
-)
+from pallas_kernels.gdn_exact import exact_dot, terms_for
+from pallas_kernels.gdn_paths_pallas import gather_rows, gdn_paths, inverse_norm
+
+_STEPS = 4  # places of a path whose loads go together
+_MOST_DEPTHS = 64  # a program holds a path against itself
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
     """How the kernels are cut up. Sizes are powers of two."""
 
-    block_rows: int = 64  # nodes that are solved together: 16, 32 or 64
-    value_tile: int = 32  # value dims of a program
+    block_rows: int = 64  # nodes that meet the state in a program
+    value_tile: int = 32  # value dims of it
     num_warps: int = 4
-    pair_warps: int = 4  # of the kernel that goes before
+    sum_rows: int = 4  # nodes whose paths a program sums
+    sum_warps: int = 4
+    solve_rows: int = 16  # nodes whose weights are solved together
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             size = getattr(self, field.name)
             if size < 1 or size & (size - 1):
                 raise ValueError(f"`{field.name}` must be a power of two, got {size}")
-        if min(self.block_rows, self.value_tile) < 16 or self.block_rows > 2 * LEAF:
+        if min(self.block_rows, self.value_tile) < 16:
             raise ValueError(
-                f"`block_rows` must be 16 to {2 * LEAF} and `value_tile` at least 16, "
+                "`block_rows` and `value_tile` must be at least 16, "
                 f"got {self.block_rows} and {self.value_tile}"
             )
 
 
-def unsupported(dtype: jnp.dtype, key_dim: int, value_dim: int) -> str | None:
-    """Why the kernels cannot take these arguments, or None."""
+def unsupported(dtype: jnp.dtype, key_dim: int, value_dim: int, depths: int = 1) -> str | None:
+    """Why the kernels cannot take these arguments, or None. depths: nodes of the longest path."""
+    if depths > _MOST_DEPTHS:
+        return f"a path must have at most {_MOST_DEPTHS} nodes, got room for {depths}"
     return dispatch.unsupported_size(dtype, "key dim", key_dim, 256) or dispatch.unsupported_size(
         dtype, "value dim", value_dim, 256
     )
 
 
-def _tree_kernel(
+def _load_rows(ref, node: jax.Array, bound: int) -> jax.Array:
+    """Rows from node[0] on, 0 from `bound` on."""
+    shape = (node.shape[0], ref.shape[1])
+    index = spread(node, shape, 0), jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+    return pltriton.load(ref.at[index], mask=index[0] < bound, other=0.0)
+
+
+def _meet_kernel(
     query_ref,  # [T, Dk], strided
     key_ref,  # [T, Dk], strided
     value_ref,  # [T, tile], strided
+    decay_ref,  # float32 [T], strided: log-decays
     beta_ref,  # float32 [T], strided
+    path_ref,  # int32 [T, R]
     state_ref,  # float32 [Dk, tile]
-    matrix_ref,  # float32 [T', T'], as the next three in `Pairs`
-    weight_ref,  # float32 [T', T']
-    known_ref,  # float32 [T']
-    scale_ref,  # float32 [T']
-    out_ref,  # [T, tile], out
-    update_ref,  # float32 [T, tile], out
+    wanted_ref,  # float32 [T, tile], out: right-hand sides
+    prefix_ref,  # float32 [T, tile], out: what outputs have of the prefix
     *,
     size: int,
-    interpret: bool,
+    rounded: bool,
 ):
-    nodes, tile = value_ref.shape
-    blocks = matrix_ref.shape[0] // size
-    shape, dtype = (size, tile), key_ref.dtype
-    # What only the output needs may be rounded where the output is rounded to bfloat16: to TF32,
-    # or to two terms of bfloat16.
-    full = out_ref.dtype == jnp.float32
-    for_output = jax.lax.Precision.HIGHEST if full else None
-
-    def row_block(block, carry):
-        start = block * size
-        own = pl.ds(start, size)
-        # All loads come first: behind a product their latency would show.
-        keys, queries, values = (
-            load_rows(ref, start, size, nodes) for ref in (key_ref, query_ref, value_ref)
-        )
-        if blocks == 1:
-            matrix, weight = matrix_ref[...], weight_ref[...]
-        known_scale, query_scale = known_ref[own], scale_ref[own]
-        beta = load_numbers(beta_ref, start, size)
-        state = terms_for(state_ref[...], dtype)
-        known = exact_dot(keys, state) * spread(known_scale, shape, 0)
-        wanted = spread(beta, shape, 0) * values.astype(jnp.float32) - known
-        acc = exact_dot(queries, state[: 1 if full else 2]) * spread(query_scale, shape, 0)
-
-        def earlier(step, sums):
-            wanted, acc = sums
-            columns = pl.ds(step * size, size)
-            lower, weight = matrix_ref[own, columns], weight_ref[own, columns]
-            update = load_rows(update_ref, step * size, size, nodes)
-            wanted = wanted - split_dot(terms_for(lower, dtype), terms_for(update, dtype))
-            return wanted, acc + pltriton.dot(weight, update, precision=for_output)
-
-        if blocks > 1:
-            wanted, acc = jax.lax.fori_loop(jnp.int32(0), block, earlier, (wanted, acc))
-            matrix, weight = matrix_ref[own, own], weight_ref[own, own]
-        update = _solve(matrix, wanted, dtype)
-        weight = jnp.where(_leaf_order(size) >= 0, weight, 0.0)
-        acc = acc + pltriton.dot(weight, update, precision=for_output)
-        row = start + jax.lax.iota(jnp.int32, size)
-        index = (spread(row, shape, 0), spread(jax.lax.iota(jnp.int32, tile), shape, 1))
-        pltriton.store(update_ref.at[index], update, mask=index[0] < nodes)
-        pltriton.store(out_ref.at[index], acc.astype(out_ref.dtype), mask=index[0] < nodes)
-        if blocks > 1 and not interpret:
-            pltriton.debug_barrier()  # later blocks read these updates
-        return carry
-
-    jax.lax.fori_loop(0, blocks, row_block, jnp.int32(0))
+    """A block of nodes meets the state, of which nothing depends on other nodes but E."""
+    (nodes, tile), blocks = value_ref.shape, dispatch.ceil_div(value_ref.shape[0], size)
+    shape = (size, tile)
+    node = pl.program_id(2) % blocks * size + jax.lax.iota(jnp.int32, size)
+    # All loads come first: behind a product their latency would show.
+    state = state_ref[...]
+    keys, queries, values = (
+        _load_rows(ref, node, nodes) for ref in (key_ref, query_ref, value_ref)
+    )
+    beta = pltriton.load(beta_ref.at[node], mask=node < nodes, other=0.0)
+    lanes = (size, dispatch.lanes_for(path_ref.shape[1]))
+    row, place = spread(node, lanes, 0), jax.lax.broadcasted_iota(jnp.int32, lanes, 1)
+    inside = (row < nodes) & (place < path_ref.shape[1])
+    path = pltriton.load(path_ref.at[row, place], mask=inside, other=-1)
+    decay = pltriton.load(decay_ref.at[jnp.where(path >= 0, path, 0)], mask=path >= 0, other=0.0)
+    from_prefix = jnp.exp(jnp.sum(jnp.maximum(decay, gdn_wy.LEAST_LOG_DECAY), axis=1))
+    known_scale = spread(beta * inverse_norm(keys) * from_prefix, shape, 0)
+    query_scale = inverse_norm(queries) * keys.shape[1] ** -0.5 * from_prefix
+    terms = terms_for(state, keys.dtype)
+    known = exact_dot(keys, terms) * known_scale
+    values = spread(beta, shape, 0) * values.astype(jnp.float32)
+    _store_rows(wanted_ref, node, values - known)
+    # What only the output needs may be rounded where the output is rounded to bfloat16.
+    prefix = exact_dot(queries, terms[:2] if rounded else terms) * spread(query_scale, shape, 0)
+    _store_rows(prefix_ref, node, prefix)
 
 
-def _leaf_order(size: int) -> jax.Array:
-    """By how many leaves a node's comes after another's, for nodes of a block."""
-    leaf = [jax.lax.broadcasted_iota(jnp.int32, (size, size), axis) // LEAF for axis in (0, 1)]
-    return leaf[0] - leaf[1]
+def _store_rows(ref, node: jax.Array, rows: jax.Array) -> None:
+    index = spread(node, rows.shape, 0), jax.lax.broadcasted_iota(jnp.int32, rows.shape, 1)
+    pltriton.store(ref.at[index], rows.astype(ref.dtype), mask=index[0] < ref.shape[0])
 
 
-def _solve(matrix: jax.Array, wanted: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Updates of a block of one or two leaves from `Pairs.matrix` and the right-hand side.
+def _sum_kernel(
+    wanted_ref,  # float32 [T, Dv], strided
+    prefix_ref,  # float32 [T, Dv], strided
+    path_ref,  # int32 [T, R]
+    update_weight_ref,  # float32 [T, A], as the next in `Paths`
+    out_weight_ref,  # float32 [T, A]
+    out_ref,  # [T, Dv], out
+    update_ref,  # float32 [T, Dv], out
+    *,
+    size: int,
+):
+    """Sums the right-hand sides of each node's path."""
+    (nodes, value_dim), depths = wanted_ref.shape, path_ref.shape[1]
+    node, shape = pl.program_id(0) * size + jax.lax.iota(jnp.int32, size), (size, value_dim)
+    update, out = jnp.zeros(shape, jnp.float32), _load_rows(prefix_ref, node, nodes)
 
-    Each leaf is solved on its own; what the first one's updates change in the second's is then
-    taken off. Leaves above the diagonal may hold anything.
-    """
-    size = matrix.shape[0]
-    if size <= LEAF:
-        return split_dot(terms_for(matrix, dtype), terms_for(wanted, dtype))
-    order = _leaf_order(size)
-    inverse = terms_for(jnp.where(order == 0, matrix, 0.0), dtype)
-    lower = terms_for(jnp.where(order > 0, matrix, 0.0), dtype)
-    update = split_dot(inverse, terms_for(wanted, dtype))
-    changed = split_dot(lower, terms_for(update, dtype))
-    return update - split_dot(inverse, terms_for(changed, dtype))
+    def add(step, sums):
+        update, out = sums
+        loaded = []
+        for number in range(_STEPS):
+            at = jnp.full((size,), step * _STEPS + number, jnp.int32)
+            inside = (node < nodes) & (at < depths)
+            ancestor = pltriton.load(path_ref.at[node, at], mask=inside, other=-1)
+            weights = (
+                pltriton.load(ref.at[node, at], mask=inside, other=0.0)
+                for ref in (update_weight_ref, out_weight_ref)
+            )
+            loaded.append((*weights, gather_rows(wanted_ref, ancestor, ancestor >= 0)))
+        for of_update, of_out, wanted in loaded:
+            update = update + spread(of_update, shape, 0) * wanted
+            out = out + spread(of_out, shape, 0) * wanted
+        return update, out
+
+    steps = jnp.int32(dispatch.ceil_div(depths, _STEPS))
+    update, out = jax.lax.fori_loop(jnp.int32(0), steps, add, (update, out))
+    _store_rows(update_ref, node, update)
+    _store_rows(out_ref, node, out)
 
 
 def default_config(slots: int, nodes: int, heads: int, value_dim: int) -> Config:
-    """Measured on an H200 (scripts/results/kernel_log.md): wide tiles once narrow ones queue."""
+    """Measured on an H200 (scripts/results/kernel_log.md)."""
     rows = min(64, dispatch.lanes_for(nodes))
-    tile = 64 if nodes > LEAF and slots * heads > 96 else 32
-    return Config(block_rows=rows, value_tile=dispatch.divisor(value_dim, tile))
+    return Config(block_rows=rows, value_tile=dispatch.divisor(value_dim, 32))
 
 
 @dispatch.lowered_once
@@ -158,7 +160,7 @@ def gdn_tree(
     log_decay: jax.Array,
     beta: jax.Array,
     state: jax.Array,
-    visible: jax.Array,
+    path: jax.Array,
     *,
     interpret: bool,
     config: Config | None = None,
@@ -166,45 +168,65 @@ def gdn_tree(
     """Out and update, each [B, T, Hv, Dv], as `gdn_tree.definition` gives them."""
     slots, nodes, heads, value_dim = value.shape
     config = default_config(slots, nodes, heads, value_dim) if config is None else config
-    padded = dispatch.ceil_div(nodes, config.block_rows) * config.block_rows
-    found = gdn_pairs(
+    found = gdn_paths(
         query,
         key,
         log_decay,
         beta,
-        visible,
-        padded=padded,
-        num_warps=config.pair_warps,
+        path,
+        solve_rows=config.solve_rows,
         interpret=interpret,
     )
     key_heads, key_dim = key.shape[2:]
     group, tile = heads // key_heads, config.value_tile
-    key_rows = pl.BlockSpec((None, nodes, None, key_dim), lambda i, h, b: (b, 0, h // group, 0))
-    value_rows = pl.BlockSpec((None, nodes, None, tile), lambda i, h, b: (b, 0, h, i))
 
     def of_head(x: jax.Array) -> pl.BlockSpec:
         return pl.BlockSpec(
             (None, None, *x.shape[2:]), lambda i, h, b: (b, h) + (0,) * (x.ndim - 2)
         )
 
-    out, update = pl.pallas_call(
-        functools.partial(_tree_kernel, size=config.block_rows, interpret=interpret),
-        grid=(value_dim // tile, heads, slots),
+    rows = jax.ShapeDtypeStruct(value.shape, jnp.float32)
+    blocks = dispatch.ceil_div(nodes, config.block_rows)
+    key_rows = pl.BlockSpec(
+        (None, nodes, None, key_dim), lambda i, h, b: (b // blocks, 0, h // group, 0)
+    )
+    value_rows = pl.BlockSpec((None, nodes, None, tile), lambda i, h, b: (b // blocks, 0, h, i))
+    numbers = pl.BlockSpec((None, nodes, None), lambda i, h, b: (b // blocks, 0, h))
+    wanted, prefix = pl.pallas_call(
+        functools.partial(
+            _meet_kernel, size=config.block_rows, rounded=value.dtype == jnp.bfloat16
+        ),
+        grid=(value_dim // tile, heads, slots * blocks),
         in_specs=[
             key_rows,
             key_rows,
             value_rows,
-            pl.BlockSpec((None, nodes, None), lambda i, h, b: (b, 0, h)),
-            pl.BlockSpec((None, None, key_dim, tile), lambda i, h, b: (b, h, 0, i)),
-            *(of_head(x) for x in found),
+            numbers,
+            numbers,
+            pl.BlockSpec((None, nodes, path.shape[2]), lambda i, h, b: (b // blocks, 0, 0)),
+            pl.BlockSpec((None, None, key_dim, tile), lambda i, h, b: (b // blocks, h, 0, i)),
         ],
-        out_specs=[value_rows, value_rows],
-        out_shape=[
-            jax.ShapeDtypeStruct(value.shape, value.dtype),
-            jax.ShapeDtypeStruct(value.shape, jnp.float32),
-        ],
+        out_specs=[value_rows] * 2,
+        out_shape=[rows, rows],
         compiler_params=pltriton.CompilerParams(num_warps=config.num_warps, num_stages=1),
         interpret=interpret,
+        name="gdn_meet",
+    )(query, key, value, log_decay, beta, path, state)
+    all_dims = pl.BlockSpec((None, nodes, None, value_dim), lambda i, h, b: (b, 0, h, 0))
+    out, update = pl.pallas_call(
+        functools.partial(_sum_kernel, size=config.sum_rows),
+        grid=(dispatch.ceil_div(nodes, config.sum_rows), heads, slots),
+        in_specs=[
+            all_dims,
+            all_dims,
+            pl.BlockSpec((None, nodes, path.shape[2]), lambda i, h, b: (b, 0, 0)),
+            of_head(found.update_weight),
+            of_head(found.out_weight),
+        ],
+        out_specs=[all_dims] * 2,
+        out_shape=[jax.ShapeDtypeStruct(value.shape, value.dtype), rows],
+        compiler_params=pltriton.CompilerParams(num_warps=config.sum_warps, num_stages=1),
+        interpret=interpret,
         name="gdn_tree",
-    )(query, key, value, beta, state, *found)
+    )(wanted, prefix, path, found.update_weight, found.out_weight)
     return out, update

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Float32, Int32
+from jaxtyping import Array, Float, Float32, Int32
 
 EPS = 1e-6
 LEAST_LOG_DECAY = -120.0  # exp of it is 0 in float32
@@ -47,11 +47,11 @@ def tree(
     log_decay: Float32[Array, "B T Hv"],
     beta: Float32[Array, "B T Hv"],
     state: Float32[Array, "B Hv Dk Dv"],
-    visible: Bool[Array, "B T T"],
+    path: Int32[Array, "B T R"],
     *,
-    levels: int | None,
+    chain: bool = False,
 ) -> tuple[Float[Array, "B T Hv Dv"], Float32[Array, "B T Hv Dv"]]:
-    """Out and update of `gdn_tree`. levels: most ancestors of a node; None for a long chain.
+    """Out and update of `gdn_tree`. chain: the path is long, and is solved row by row.
 
     Letters: k key heads, g value heads of one, i and j nodes, d key dim, e value dim.
     """
@@ -64,6 +64,8 @@ def tree(
         return jnp.moveaxis(split, 1, 3)
 
     state = state.reshape(slots, key_heads, group, *state.shape[2:])
+    node = jnp.arange(nodes, dtype=jnp.int32)[None, None, None, :]
+    visible = jnp.any(path[:, :, :, None] == node, axis=2)  # what each node has on its path
     seen = visible.astype(jnp.float32)
     coarse, fine = (
         grouped(_dot("btj,bjh->bth", seen, part)) for part in split_decay(log_decay)
@@ -78,7 +80,7 @@ def tree(
     lower = jnp.where(jnp.eye(nodes, dtype=bool)[None, None, None], 0.0, lower)
     known = _dot("bikd,bkgde->bkgie", key, state)
     wanted = beta * (grouped(value).astype(jnp.float32) - from_prefix * known)
-    update = _solve(lower, wanted, levels)
+    update = _solve(lower, wanted, None if chain else min(path.shape[2], nodes) - 1)
     weight = decay * _dot("bikd,bjkd->bkij", query, key)[:, :, None]
     out = from_prefix * _dot("bikd,bkgde->bkgie", query, state)
     out = out + _dot("bkgij,bkgje->bkgie", weight, update)
@@ -145,18 +147,19 @@ def chunks(
 ) -> tuple[Float[Array, "B P Hv Dv"], Float32[Array, "B Hv Dk Dv"]]:
     """Outputs and last state of a chain, `rows` nodes a step; P is a multiple of `rows`.
 
-    tree: a step's outputs and updates, from the arguments before `levels` of `tree` above;
+    tree: a step's outputs and updates, from the positional arguments of `tree` above;
     commit: the state after it.
     """
     slots, size = key.shape[:2]
-    causal = jnp.tril(jnp.ones((rows, rows), bool))
-    visible = jnp.broadcast_to(causal[None], (slots, rows, rows))
-    path = jnp.broadcast_to(jnp.arange(rows, dtype=jnp.int32)[None], (slots, rows))
+    row = jnp.arange(rows, dtype=jnp.int32)[None]
+    down = jnp.where(row <= row.T, row, -1)[None]
+    paths = jnp.broadcast_to(down, (slots, rows, rows))
+    path = jnp.broadcast_to(row, (slots, rows))
     all_rows = jnp.full((slots,), rows, jnp.int32)
 
     def step(state: jax.Array, part: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         query, key, value, log_decay, beta = part
-        out, update = tree(*part, state, visible)
+        out, update = tree(*part, state, paths)
         return commit(state, key, update, log_decay, path, all_rows), out
 
     def split(x: jax.Array) -> jax.Array:

@@ -36,7 +36,7 @@ from ddtree_jax.state import DecodeState
 from ddtree_jax.tree import Tree, Walk
 
 STAGES = ("draft", "build", "verify", "accept", "commit")
-GDN_KERNELS = ("gdn_pairs", "gdn_tree", "gdn_commit", "gdn_step")
+GDN_KERNELS = ("gdn_pairs", "gdn_solve", "gdn_meet", "gdn_tree", "gdn_commit", "gdn_step")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ from kernel_cases import DEPTHS, Case, Widths
 from kernel_problems import Cost, Draw, Problem, added, best_first_tree, by_slot, moves, size
 
 from ddtree_jax.recurrent import tree_window
-from ddtree_jax.tree import ancestor_mask
+from ddtree_jax.tree import node_paths
 from pallas_kernels import gated_norm, gdn_commit, gdn_heads, gdn_step, gdn_tree, normed_matmul
 from pallas_kernels.gdn_step import GdnStep
 from pallas_kernels.gdn_tree import definition as gdn_definition
@@ -64,19 +64,19 @@ def delta_net(widths: Widths, case: Case) -> Problem:
         value = draw.normal(slots, nodes, heads, dim)
         raw = [draw.normal(slots, nodes, heads, dtype=jnp.float32) for _ in range(2)]
         state = draw.normal(slots, heads, dim, dim, dtype=jnp.float32, scale=0.5)
-        visible = ancestor_mask(best_first_tree(draw, slots, nodes), DEPTHS)
-        return query, key, value, -jnp.exp(raw[0] - 3.0), jax.nn.sigmoid(raw[1]), state, visible
+        path = node_paths(best_first_tree(draw, slots, nodes), DEPTHS)
+        return query, key, value, -jnp.exp(raw[0] - 3.0), jax.nn.sigmoid(raw[1]), state, path
 
     def cost(arguments: tuple, result: Any) -> Cost:
         """Two products with the state a node; for each ancestor, two of its key and two of its
         update, of which the solve is one."""
-        pairs = int(jnp.sum(arguments[-1]))
+        pairs = int(jnp.sum(arguments[-1] >= 0))
         states = 4 * slots * nodes * heads * dim * dim
         return Cost(size(arguments, result), states + 4 * pairs * dim * (keys + heads))
 
     return Problem(
         arguments=arguments,
-        op=functools.partial(gdn_tree, max_depth=DEPTHS),
+        op=gdn_tree,
         cost=cost,
         definition=by_slot(gdn_definition),
     )

@@ -20,19 +20,19 @@ def arguments(shape):
     values = aot.argument((*rows, shape.heads, shape.value_dim), jnp.bfloat16)
     numbers = aot.argument((*rows, shape.heads), jnp.float32)
     state = aot.argument((shape.slots, shape.heads, shape.key_dim, shape.value_dim), jnp.float32)
-    visible = aot.argument((*rows, shape.nodes), jnp.bool_)
-    return keys, keys, values, numbers, numbers, state, visible
+    path = aot.argument((*rows, shape.depths + 1), jnp.int32)
+    return keys, keys, values, numbers, numbers, state, path
 
 
 def test_gdn_tree_compiles_and_keeps_no_state_of_a_node():
     shape = shapes.GDN["qwen3_6_27b_tree_batch"]
-    lowered = aot.lower(functools.partial(gdn_tree, max_depth=shape.depths), *arguments(shape))
-    assert lowered.as_text().count(TRITON_CALL) == 2
+    lowered = aot.lower(gdn_tree, *arguments(shape))
+    assert lowered.as_text().count(TRITON_CALL) == 4
     memory = aot.compile(lowered).memory_analysis()
-    # Two numbers for any two nodes of a head; a state of every node would be 64 times a state.
-    padded = 64 * math.ceil(shape.nodes / 64)
-    pairs = 2 * 4 * shape.slots * shape.heads * padded**2
-    assert memory.temp_size_in_bytes < 1.1 * pairs
+    # A head's right-hand sides and outputs of the prefix, and three tables of nodes by depths; a
+    # state of every node would be 128 times the first.
+    row = 2 * shape.value_dim + 3 * (shape.depths + 1)
+    assert memory.temp_size_in_bytes < 1.1 * 4 * shape.slots * shape.heads * shape.nodes * row
 
 
 def test_gdn_commit_updates_the_state_in_place():
@@ -73,9 +73,9 @@ def test_a_token_is_one_kernel_in_place(slots):
     assert memory.temp_size_in_bytes == 0
 
 
-def test_a_step_of_a_prompt_is_three_kernels():
+def test_a_step_of_a_prompt_is_five_kernels():
     shape = dataclasses.replace(shapes.GDN["qwen3_6_27b_decode"], nodes=128)
     rows = arguments(shape)[:-1]
     lowered = aot.lower(gdn_chunk, *rows, aot.argument((1,), jnp.int32))
-    assert lowered.as_text().count(TRITON_CALL) == 3  # in the body of a loop
+    assert lowered.as_text().count(TRITON_CALL) == 5  # in the body of a loop
     assert "triangular" not in aot.compile(lowered).as_text()

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gdn_errors import Arguments, ancestors, oracle
+from gdn_errors import Arguments, node_paths, oracle
 from jaxtyping import TypeCheckError
 
 from pallas_kernels import gdn_chunk, gdn_commit, gdn_tree, gdn_tree_pallas
@@ -82,24 +82,20 @@ def arguments(case, seed=0):
     state = rng.normal(size=(b, hv, dk, dv)) * 0.5
     rows = (np.array(jnp.asarray(x, case.dtype)) for x in (query, key, value))
     numbers = (x.astype(np.float32) for x in (log_decay, beta, state))
-    visible = np.stack([ancestors(parent) for parent in parents])
-    return Arguments(*rows, *numbers, visible), parents
-
-
-def depth_of(parents):
-    return max(int(ancestors(parent).sum(axis=1).max()) - 1 for parent in parents)
+    width = max(node_paths(parent).shape[1] for parent in parents)
+    paths = np.stack([node_paths(parent, width) for parent in parents])
+    return Arguments(*rows, *numbers, paths), parents
 
 
 @functools.cache
-def compiled(implementation, depth):
+def compiled(implementation):
     if implementation == "definition":
         return jax.jit(definition)
-    return jax.jit(functools.partial(gdn_tree, max_depth=depth, implementation=implementation))
+    return jax.jit(functools.partial(gdn_tree, implementation=implementation))
 
 
-def run(implementation, args, parents):
-    depth = depth_of(parents)
-    return compiled(implementation, depth)(*jax.tree.map(jnp.asarray, args))
+def run(implementation, args):
+    return compiled(implementation)(*jax.tree.map(jnp.asarray, args))
 
 
 IMPLEMENTATIONS = ["xla", "pallas"]
@@ -114,7 +110,7 @@ def test_every_node_continues_its_parents_state(name, implementation):
     case = CASES[name]
     args, parents = arguments(case)
     out, update, _ = oracle(args, parents)
-    got = run(implementation, args, parents)
+    got = run(implementation, args)
     assert got.out.dtype == case.dtype and got.update.dtype == jnp.float32
     real = case.nodes - case.padding
     np.testing.assert_allclose(
@@ -131,12 +127,12 @@ def test_every_node_continues_its_parents_state(name, implementation):
 def test_commit_gives_the_state_of_the_paths_last_node(name, implementation):
     args, parents = arguments(CASES[name], seed=3)
     _, _, states = oracle(args, parents)
-    update = run(implementation, args, parents).update
-    width = depth_of(parents) + 1
+    update = run(implementation, args).update
+    width = args.path.shape[2]
     path, count, expected = [], [], np.float64(args.state)
-    for slot, parent in enumerate(parents):
-        last = int(np.argmax(ancestors(parent).sum(axis=1)))
-        nodes = np.flatnonzero(ancestors(parent)[last])
+    for slot, paths in enumerate(args.path):
+        nodes = paths[np.argmax((paths >= 0).sum(axis=1))]
+        nodes = nodes[nodes >= 0]
         if slot == 1:  # A slot that accepts a part, and one that does not run.
             nodes = nodes[:2]
         if slot == 2:
@@ -167,15 +163,15 @@ def test_what_padding_holds_changes_nothing(implementation):
     for array in other[:5]:
         array[:, real:] = 9.0
     other.log_decay[:, real:] = -5.0
-    first, second = (run(implementation, x, parents) for x in (args, other))
+    first, second = (run(implementation, x) for x in (args, other))
     np.testing.assert_array_equal(first.out[:, :real], second.out[:, :real])
     np.testing.assert_array_equal(first.update[:, :real], second.update[:, :real])
 
 
-@pytest.mark.parametrize(("block_rows", "tile"), [(16, 16), (32, 64)])
-def test_kernel_gives_the_same_for_any_config(block_rows, tile):
+@pytest.mark.parametrize(("rows", "tile"), [(16, 16), (32, 64)])
+def test_kernel_gives_the_same_for_any_config(rows, tile):
     args, parents = arguments(CASES["strong_decay"], seed=2)
-    config = gdn_tree_pallas.Config(block_rows=block_rows, value_tile=tile)
+    config = gdn_tree_pallas.Config(block_rows=rows, value_tile=tile, solve_rows=rows)
     call = functools.partial(gdn_tree_pallas.gdn_tree, interpret=True, config=config)
     got, update = jax.jit(call)(*jax.tree.map(jnp.asarray, args))
     out, wanted, _ = oracle(args, parents)
@@ -216,20 +212,23 @@ def test_gdn_refuses_bad_arguments():
     args = Arguments(*jax.tree.map(jnp.asarray, args))
     # The annotations that tests check find a wrong shape before the op's own check can.
     with pytest.raises((ValueError, TypeCheckError)):
-        gdn_tree(*args._replace(state=args.state[..., :16]), max_depth=0)
+        gdn_tree(*args._replace(state=args.state[..., :16]))
     with pytest.raises(ValueError, match="`query` must be float32"):
-        gdn_tree(*args._replace(query=args.query.astype(jnp.bfloat16)), max_depth=0)
+        gdn_tree(*args._replace(query=args.query.astype(jnp.bfloat16)))
     two = args._replace(
         **{name: jnp.repeat(getattr(args, name), 2, 2) for name in ("query", "key")}
     )
     with pytest.raises(ValueError, match="multiple of key's 2 heads, got 3"):
-        gdn_tree(*two, max_depth=0)
-    with pytest.raises(ValueError, match="`max_depth` must not be negative"):
-        gdn_tree(*args, max_depth=-1)
+        gdn_tree(*two)
+    with pytest.raises(ValueError, match="`path` must have room for a node"):
+        gdn_tree(*args._replace(path=args.path[:, :, :0]))
+    deep = args._replace(path=jnp.pad(args.path, ((0, 0), (0, 0), (0, 64)), constant_values=-1))
+    with pytest.raises(NotImplementedError, match="at most 64 nodes, got room for 65"):
+        gdn_tree(*deep, implementation="pallas")
     narrow = args._replace(key=args.key[..., :12], query=args.query[..., :12])
     narrow = narrow._replace(state=args.state[:, :, :12])
     with pytest.raises(NotImplementedError, match="key dim must be a power of two.*use impl"):
-        gdn_tree(*narrow, max_depth=0, implementation="pallas")
+        gdn_tree(*narrow, implementation="pallas")
     with pytest.raises(ValueError, match="multiple of 64 rows, got 65; pad it"):
         chain, _ = arguments(Case(nodes=65))
         gdn_chunk(*jax.tree.map(jnp.asarray, chain[:6]), jnp.array([65], jnp.int32))

@@ -11,7 +11,7 @@ from real_shapes import normal_tile, spread_tile
 
 from ddtree_jax import LLM, SamplingParams
 from ddtree_jax.recurrent import tree_window
-from ddtree_jax.tree import Tree
+from ddtree_jax.tree import Tree, node_paths
 from pallas_kernels import (
     add_norm,
     choose_experts,
@@ -245,15 +245,12 @@ def test_recurrent_layer_is_its_definition(nodes, slots):
     parts = normal(rng, 1, slots, nodes, channels + values + 2 * heads)
     before, kernel = normal(rng, slots, 4, channels), normal(rng, 4, channels)
     lengths = jnp.arange(slots, dtype=jnp.int32) + 5
-    parent, depth, visible = random_tree(rng, slots, nodes)
+    parent, depth, _ = random_tree(rng, slots, nodes)
     tree = Tree(*(jnp.asarray(x) for x in (parent, parent, depth, depth >= 0, depth * 1.0)))
     rates = normal(rng, heads, dtype=jnp.float32) - 2, normal(rng, heads, dtype=jnp.float32)
     state = normal(rng, slots, heads, dim, dim, dtype=jnp.float32) * 0.3
-    last = np.argmax(depth, axis=1)
-    path = np.full((slots, 16), -1, np.int32)
-    for slot, node in enumerate(last):
-        nodes_on_path = np.flatnonzero(visible[slot, node])[:16]
-        path[slot, : len(nodes_on_path)] = nodes_on_path
+    paths = node_paths(tree, int(depth.max()))
+    path = np.asarray(paths)[np.arange(slots), np.argmax(depth, axis=1)]
     count = jnp.asarray((path >= 0).sum(axis=1), jnp.int32)
 
     def run(kernels):
@@ -262,9 +259,7 @@ def test_recurrent_layer_is_its_definition(nodes, slots):
             parts, before, kernel, window, *rates,
             num_key_heads=keys, key_dim=dim, implementation=kernels,
         )  # fmt: skip
-        out, update = gdn_tree(
-            *given[:5], state, jnp.asarray(visible), max_depth=nodes, implementation=kernels
-        )
+        out, update = gdn_tree(*given[:5], state, paths, implementation=kernels)
         normed = gated_norm(
             out, parts, jnp.ones(dim), start=channels, eps=1e-6, implementation=kernels
         )

@@ -107,10 +107,17 @@ def test_round_is_one_command_buffer(compiled_round):
 
 
 def test_kernels_are_in_the_round(compiled_round):
-    """Three recurrences, of two kernels each, and three commits; the heads of one attention layer
+    """Three recurrences, of four kernels each, and three commits; the heads of one attention layer
     and of two of the drafter."""
     text = compiled_round.program.as_text()
-    counts = {"gdn_pairs": 3, "gdn_tree": 3, "gdn_commit": 3, "rotate_heads": 3}
+    counts = {
+        "gdn_pairs": 3,
+        "gdn_solve": 3,
+        "gdn_meet": 3,
+        "gdn_tree": 3,
+        "gdn_commit": 3,
+        "rotate_heads": 3,
+    }
     for name, count in counts.items():
         calls = re.findall(rf'custom-call\(.*op_name="[^"]*/{name}/', text)
         assert len(calls) == count, name

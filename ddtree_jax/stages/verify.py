@@ -61,7 +61,6 @@ def verify(
             recurrent,
             tree,
             lengths,
-            visible,
             max_depth=plan.max_depth,
             implementation=kernels,
         )
