@@ -5,7 +5,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddtree_jax.tree import Tree, ancestor_mask, root_only
+from ddtree_jax.tree import Tree, ancestor_mask, node_paths, root_only
 
 NODES = 12
 
@@ -42,6 +42,12 @@ def test_mask_is_the_ancestors_and_self(case):
     mask = np.asarray(ancestor_mask(tree, NODES - 1))[0]
     np.testing.assert_array_equal(mask, expected)
     assert not mask[:count, count:].any()
+    for node, path in enumerate(np.asarray(node_paths(tree, NODES - 1))[0]):
+        # Ancestors have lower indices, so down the path they ascend.
+        below = np.flatnonzero(expected[node])
+        np.testing.assert_array_equal(
+            path, np.pad(below, (0, NODES - len(below)), constant_values=-1)
+        )
 
 
 def test_root_only_is_one_valid_node():
