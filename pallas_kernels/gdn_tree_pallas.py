@@ -16,7 +16,7 @@ from jax.experimental.pallas import triton as pltriton
 from pallas_kernels import dispatch, gdn_wy
 from pallas_kernels.dispatch import spread
 from pallas_kernels.gdn_exact import exact_dot, terms_for
-from pallas_kernels.gdn_paths_pallas import gather_rows, gdn_paths, inverse_norm
+from pallas_kernels.gdn_paths_pallas import Paths, gather_rows, gdn_paths, inverse_norm
 
 _STEPS = 4  # places of a path whose loads go together
 _MOST_DEPTHS = 64  # a program holds a path against itself
@@ -177,15 +177,27 @@ def gdn_tree(
         solve_rows=config.solve_rows,
         interpret=interpret,
     )
+    given = query, key, value, log_decay, beta, path, state
+    wanted, prefix = _meet(*given, config=config, interpret=interpret)
+    return _sum(wanted, prefix, path, found, dtype=value.dtype, config=config, interpret=interpret)
+
+
+def _meet(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    log_decay: jax.Array,
+    beta: jax.Array,
+    path: jax.Array,
+    state: jax.Array,
+    *,
+    config: Config,
+    interpret: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """Right-hand sides and what outputs have of the prefix, each float32 [B, T, Hv, Dv]."""
+    slots, nodes, heads, value_dim = value.shape
     key_heads, key_dim = key.shape[2:]
     group, tile = heads // key_heads, config.value_tile
-
-    def of_head(x: jax.Array) -> pl.BlockSpec:
-        return pl.BlockSpec(
-            (None, None, *x.shape[2:]), lambda i, h, b: (b, h) + (0,) * (x.ndim - 2)
-        )
-
-    rows = jax.ShapeDtypeStruct(value.shape, jnp.float32)
     blocks = dispatch.ceil_div(nodes, config.block_rows)
     key_rows = pl.BlockSpec(
         (None, nodes, None, key_dim), lambda i, h, b: (b // blocks, 0, h // group, 0)
@@ -207,24 +219,45 @@ def gdn_tree(
             pl.BlockSpec((None, None, key_dim, tile), lambda i, h, b: (b // blocks, h, 0, i)),
         ],
         out_specs=[value_rows] * 2,
-        out_shape=[rows, rows],
+        out_shape=[jax.ShapeDtypeStruct(value.shape, jnp.float32)] * 2,
         compiler_params=pltriton.CompilerParams(num_warps=config.num_warps, num_stages=1),
         interpret=interpret,
         name="gdn_meet",
     )(query, key, value, log_decay, beta, path, state)
-    all_dims = pl.BlockSpec((None, nodes, None, value_dim), lambda i, h, b: (b, 0, h, 0))
+    return wanted, prefix
+
+
+def _sum(
+    wanted: jax.Array,
+    prefix: jax.Array,
+    path: jax.Array,
+    found: Paths,
+    *,
+    dtype: jnp.dtype,
+    config: Config,
+    interpret: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """Out, in dtype, and update, float32, each [B, T, Hv, Dv]."""
+    slots, nodes, heads, value_dim = wanted.shape
+    rows = pl.BlockSpec((None, nodes, None, value_dim), lambda i, h, b: (b, 0, h, 0))
+    table = pl.BlockSpec(
+        (None, None, nodes, found.out_weight.shape[3]), lambda i, h, b: (b, h, 0, 0)
+    )
     out, update = pl.pallas_call(
         functools.partial(_sum_kernel, size=config.sum_rows),
         grid=(dispatch.ceil_div(nodes, config.sum_rows), heads, slots),
         in_specs=[
-            all_dims,
-            all_dims,
+            rows,
+            rows,
             pl.BlockSpec((None, nodes, path.shape[2]), lambda i, h, b: (b, 0, 0)),
-            of_head(found.update_weight),
-            of_head(found.out_weight),
+            table,
+            table,
         ],
-        out_specs=[all_dims] * 2,
-        out_shape=[jax.ShapeDtypeStruct(value.shape, value.dtype), rows],
+        out_specs=[rows] * 2,
+        out_shape=[
+            jax.ShapeDtypeStruct(wanted.shape, dtype),
+            jax.ShapeDtypeStruct(wanted.shape, jnp.float32),
+        ],
         compiler_params=pltriton.CompilerParams(num_warps=config.sum_warps, num_stages=1),
         interpret=interpret,
         name="gdn_tree",
