@@ -54,11 +54,11 @@ def unsupported(dtype: jnp.dtype, key_dim: int, value_dim: int, depths: int = 1)
     )
 
 
-def _load_rows(ref, node: jax.Array, bound: int) -> jax.Array:
-    """Rows from node[0] on, 0 from `bound` on."""
+def _load_rows(ref, node: jax.Array) -> jax.Array:
+    """Rows of these nodes, 0 past the last."""
     shape = (node.shape[0], ref.shape[1])
     index = spread(node, shape, 0), jax.lax.broadcasted_iota(jnp.int32, shape, 1)
-    return pltriton.load(ref.at[index], mask=index[0] < bound, other=0.0)
+    return pltriton.load(ref.at[index], mask=index[0] < ref.shape[0], other=0.0)
 
 
 def _meet_kernel(
@@ -81,9 +81,7 @@ def _meet_kernel(
     node = pl.program_id(2) % blocks * size + jax.lax.iota(jnp.int32, size)
     # All loads come first: behind a product their latency would show.
     state = state_ref[...]
-    keys, queries, values = (
-        _load_rows(ref, node, nodes) for ref in (key_ref, query_ref, value_ref)
-    )
+    keys, queries, values = (_load_rows(ref, node) for ref in (key_ref, query_ref, value_ref))
     beta = pltriton.load(beta_ref.at[node], mask=node < nodes, other=0.0)
     lanes = (size, dispatch.lanes_for(path_ref.shape[1]))
     row, place = spread(node, lanes, 0), jax.lax.broadcasted_iota(jnp.int32, lanes, 1)
@@ -121,7 +119,7 @@ def _sum_kernel(
     """Sums the right-hand sides of each node's path."""
     (nodes, value_dim), depths = wanted_ref.shape, path_ref.shape[1]
     node, shape = pl.program_id(0) * size + jax.lax.iota(jnp.int32, size), (size, value_dim)
-    update, out = jnp.zeros(shape, jnp.float32), _load_rows(prefix_ref, node, nodes)
+    update, out = jnp.zeros(shape, jnp.float32), _load_rows(prefix_ref, node)
 
     def add(step, sums):
         update, out = sums
@@ -146,7 +144,7 @@ def _sum_kernel(
     _store_rows(out_ref, node, out)
 
 
-def default_config(slots: int, nodes: int, heads: int, value_dim: int) -> Config:
+def default_config(nodes: int, value_dim: int) -> Config:
     """Measured on an H200 (scripts/results/kernel_log.md)."""
     rows = min(64, dispatch.lanes_for(nodes))
     return Config(block_rows=rows, value_tile=dispatch.divisor(value_dim, 32))
@@ -166,8 +164,8 @@ def gdn_tree(
     config: Config | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Out and update, each [B, T, Hv, Dv], as `gdn_tree.definition` gives them."""
-    slots, nodes, heads, value_dim = value.shape
-    config = default_config(slots, nodes, heads, value_dim) if config is None else config
+    if config is None:
+        config = default_config(value.shape[1], value.shape[3])
     found = gdn_paths(
         query,
         key,
