@@ -31,8 +31,9 @@ def _commit_kernel(
     key_dim, tile = state_ref.shape
     width = path_ref.shape[0]
     lane = jax.lax.iota(jnp.int32, lanes)
+    state = state_ref[...]  # first: it takes longest, and nothing else waits for it
+    node = pltriton.load(path_ref.at[lane], mask=lane < width, other=0)
     real = lane < jnp.minimum(count_ref[0], width)
-    node = pltriton.load(path_ref.at[jnp.minimum(lane, width - 1)], mask=real, other=0)
     node = jnp.where(real, node, 0)
     decay = pltriton.load(decay_ref.at[node], mask=real, other=0.0)
     decay = jnp.maximum(decay, gdn_wy.LEAST_LOG_DECAY)
@@ -51,7 +52,7 @@ def _commit_kernel(
     scale = inverse_norm(keys) * jnp.exp(remaining)
     update = rows_of(update_ref) * spread(scale, (lanes, tile), 0)
     added = exact_dot(keys, terms_for(update, keys.dtype), trans_a=True)
-    out_ref[...] = jnp.exp(jnp.sum(decay)) * state_ref[...] + added
+    out_ref[...] = jnp.exp(jnp.sum(decay)) * state + added
 
 
 @dispatch.lowered_once

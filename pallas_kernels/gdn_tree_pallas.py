@@ -1,8 +1,8 @@
 """Pallas GPU kernels of `gdn_tree`: the WY form (`gdn_wy`), every node by its own path.
 
-`gdn_paths_pallas` finds, once a head, the weights with which updates and outputs read the
-right-hand sides of a node's path; beside it, for neither needs the other, `gdn_meet` finds these
-sides, which need the state. Then each node sums over its path. No node waits for another.
+`gdn_paths_pallas` finds, once a head, what a node's path is to it; beside it, for neither needs the
+other, `gdn_meet` finds the right-hand sides, which need the state. Then each node goes up its path:
+it solves for the weight of each ancestor's side and adds the side. No node waits for another.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from jax.experimental.pallas import triton as pltriton
 from pallas_kernels import dispatch, gdn_wy
 from pallas_kernels.dispatch import spread
 from pallas_kernels.gdn_exact import exact_dot, terms_for
-from pallas_kernels.gdn_paths_pallas import Paths, gather_rows, gdn_paths, inverse_norm
+from pallas_kernels.gdn_paths_pallas import Paths, gdn_paths, inverse_norm
 
 _STEPS = 4  # places of a path whose loads go together
 _MOST_DEPTHS = 64  # a program holds a path against itself
@@ -29,9 +29,6 @@ class Config:
     block_rows: int = 64  # nodes that meet the state in a program
     value_tile: int = 32  # value dims of it
     num_warps: int = 4
-    sum_rows: int = 4  # nodes whose paths a program sums
-    sum_warps: int = 4
-    solve_rows: int = 16  # nodes whose weights are solved together
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -105,43 +102,45 @@ def _store_rows(ref, node: jax.Array, rows: jax.Array) -> None:
     pltriton.store(ref.at[index], rows.astype(ref.dtype), mask=index[0] < ref.shape[0])
 
 
-def _sum_kernel(
+def _up_kernel(
     wanted_ref,  # float32 [T, Dv], strided
-    prefix_ref,  # float32 [T, Dv], strided
+    prefix_ref,  # float32 [Dv]
     path_ref,  # int32 [T, R]
-    update_weight_ref,  # float32 [T, A], as the next in `Paths`
-    out_weight_ref,  # float32 [T, A]
-    out_ref,  # [T, Dv], out
-    update_ref,  # float32 [T, Dv], out
-    *,
-    size: int,
+    lower_ref,  # float32 [T, A], as the next in `Paths`
+    weight_ref,  # float32 [A]
+    out_ref,  # [Dv], out
+    update_ref,  # float32 [Dv], out
 ):
-    """Sums the right-hand sides of each node's path."""
-    (nodes, value_dim), depths = wanted_ref.shape, path_ref.shape[1]
-    node, shape = pl.program_id(0) * size + jax.lax.iota(jnp.int32, size), (size, value_dim)
-    update, out = jnp.zeros(shape, jnp.float32), _load_rows(prefix_ref, node)
+    """x (I + L) = e and y (I + L) = w along a node's path, from the node up to the root; an entry
+    of x or y, once known, weighs its ancestor's right-hand side."""
+    (places,), depths = weight_ref.shape, path_ref.shape[1]
+    node, column = pl.program_id(0), jax.lax.iota(jnp.int32, places)
+    path = pltriton.load(path_ref.at[node, column], mask=column < depths, other=-1)
+    deepest = jnp.max(jnp.where(path >= 0, column, 0))
+    of_update, of_out = jnp.where(path == node, 1.0, 0.0), weight_ref[...]
+    update, out = jnp.zeros(wanted_ref.shape[1:], jnp.float32), prefix_ref[...]
 
-    def add(step, sums):
-        update, out = sums
+    def up(step, carry):
+        of_update, of_out, update, out = carry
+        first = (deepest // _STEPS - step) * _STEPS
         loaded = []
         for number in range(_STEPS):
-            at = jnp.full((size,), step * _STEPS + number, jnp.int32)
-            inside = (node < nodes) & (at < depths)
-            ancestor = pltriton.load(path_ref.at[node, at], mask=inside, other=-1)
-            weights = (
-                pltriton.load(ref.at[node, at], mask=inside, other=0.0)
-                for ref in (update_weight_ref, out_weight_ref)
-            )
-            loaded.append((*weights, gather_rows(wanted_ref, ancestor, ancestor >= 0)))
-        for of_update, of_out, wanted in loaded:
-            update = update + spread(of_update, shape, 0) * wanted
-            out = out + spread(of_out, shape, 0) * wanted
-        return update, out
+            # Below the node all weights are 0, so that any row will do.
+            place = jnp.minimum(first + number, depths - 1)
+            ancestor = jnp.maximum(path_ref[node, place], 0)
+            loaded.append((lower_ref[ancestor, :], wanted_ref[ancestor, :]))
+        for number in reversed(range(_STEPS)):
+            # Of this place, the last to be known; L of an ancestor has entries above it alone.
+            own, (lower, wanted) = column == first + number, loaded[number]
+            x, y = (jnp.sum(jnp.where(own, weights, 0.0)) for weights in (of_update, of_out))
+            of_update, of_out = of_update - x * lower, of_out - y * lower
+            update, out = update + x * wanted, out + y * wanted
+        return of_update, of_out, update, out
 
-    steps = jnp.int32(dispatch.ceil_div(depths, _STEPS))
-    update, out = jax.lax.fori_loop(jnp.int32(0), steps, add, (update, out))
-    _store_rows(update_ref, node, update)
-    _store_rows(out_ref, node, out)
+    steps = deepest // _STEPS + 1
+    found = jax.lax.fori_loop(jnp.int32(0), steps, up, (of_update, of_out, update, out))
+    update_ref[...] = found[2]
+    out_ref[...] = found[3].astype(out_ref.dtype)
 
 
 def default_config(nodes: int, value_dim: int) -> Config:
@@ -166,18 +165,10 @@ def gdn_tree(
     """Out and update, each [B, T, Hv, Dv], as `gdn_tree.definition` gives them."""
     if config is None:
         config = default_config(value.shape[1], value.shape[3])
-    found = gdn_paths(
-        query,
-        key,
-        log_decay,
-        beta,
-        path,
-        solve_rows=config.solve_rows,
-        interpret=interpret,
-    )
+    paths = gdn_paths(query, key, log_decay, beta, path, interpret=interpret)
     given = query, key, value, log_decay, beta, path, state
     wanted, prefix = _meet(*given, config=config, interpret=interpret)
-    return _sum(wanted, prefix, path, found, dtype=value.dtype, config=config, interpret=interpret)
+    return _up(wanted, prefix, path, paths, dtype=value.dtype, interpret=interpret)
 
 
 def _meet(
@@ -225,39 +216,37 @@ def _meet(
     return wanted, prefix
 
 
-def _sum(
+def _up(
     wanted: jax.Array,
     prefix: jax.Array,
     path: jax.Array,
-    found: Paths,
+    paths: Paths,
     *,
     dtype: jnp.dtype,
-    config: Config,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """Out, in dtype, and update, float32, each [B, T, Hv, Dv]."""
     slots, nodes, heads, value_dim = wanted.shape
-    rows = pl.BlockSpec((None, nodes, None, value_dim), lambda i, h, b: (b, 0, h, 0))
-    table = pl.BlockSpec(
-        (None, None, nodes, found.out_weight.shape[3]), lambda i, h, b: (b, h, 0, 0)
-    )
+    places = paths.weight.shape[3]
+    row = pl.BlockSpec((None, None, None, value_dim), lambda i, h, b: (b, i, h, 0))
     out, update = pl.pallas_call(
-        functools.partial(_sum_kernel, size=config.sum_rows),
-        grid=(dispatch.ceil_div(nodes, config.sum_rows), heads, slots),
+        _up_kernel,
+        grid=(nodes, heads, slots),
         in_specs=[
-            rows,
-            rows,
+            pl.BlockSpec((None, nodes, None, value_dim), lambda i, h, b: (b, 0, h, 0)),
+            row,
             pl.BlockSpec((None, nodes, path.shape[2]), lambda i, h, b: (b, 0, 0)),
-            table,
-            table,
+            pl.BlockSpec((None, None, nodes, places), lambda i, h, b: (b, h, 0, 0)),
+            pl.BlockSpec((None, None, None, places), lambda i, h, b: (b, h, i, 0)),
         ],
-        out_specs=[rows] * 2,
+        out_specs=[row] * 2,
         out_shape=[
             jax.ShapeDtypeStruct(wanted.shape, dtype),
             jax.ShapeDtypeStruct(wanted.shape, jnp.float32),
         ],
-        compiler_params=pltriton.CompilerParams(num_warps=config.sum_warps, num_stages=1),
+        # One warp: a sum over a path's entries, of which each step waits for, stays in it.
+        compiler_params=pltriton.CompilerParams(num_warps=1, num_stages=1),
         interpret=interpret,
         name="gdn_tree",
-    )(wanted, prefix, path, found.update_weight, found.out_weight)
+    )(wanted, prefix, path, paths.lower, paths.weight)
     return out, update

@@ -2,7 +2,7 @@
 
     python scripts/bench_kernels.py OUT.jsonl
     python scripts/bench_kernels.py OUT.jsonl --op tree_attention --case "slots=1 *" --full
-    python scripts/bench_kernels.py OUT.jsonl --op gdn_tree --config sum_rows=8,num_warps=8
+    python scripts/bench_kernels.py OUT.jsonl --op gdn_tree --config value_tile=64,num_warps=8
     python scripts/bench_kernels.py --list
 
 A case runs in a loop on the device, without the host, over as many copies of its arguments as L2

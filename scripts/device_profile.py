@@ -1,9 +1,11 @@
 """Kernel times of a jitted program on a GPU, from jax's own profiler: name, stage, count, time.
 
-With command buffers on, the events of a graph carry no operation, so profile a program compiled
-with `NO_COMMAND_BUFFERS`; the kernels are the same.
+With command buffers on, launches overlap as they do in use, but carry no operation: `launches` and
+`busy` say how long kernels of some names run. `profile` tells kernels by where they were traced,
+and so wants a program compiled with `NO_COMMAND_BUFFERS`; the kernels are the same.
 """
 
+import math
 import re
 import tempfile
 from collections.abc import Callable
@@ -14,6 +16,15 @@ import jax
 from jax.profiler import ProfileData
 
 NO_COMMAND_BUFFERS = {"xla_gpu_enable_command_buffer": ""}
+
+
+class Launch(NamedTuple):
+    """One launch of a kernel, in microseconds of the profile's clock."""
+
+    name: str
+    operation: str  # "" in a command buffer
+    begin: float
+    end: float
 
 
 class Kernel(NamedTuple):
@@ -31,15 +42,14 @@ def scopes(compiled_text: str) -> dict[str, str]:
     return dict(found)
 
 
-def profile(run: Callable[[], object], compiled_text: str) -> list[Kernel]:
-    """Runs `run` once under the profiler (warm it up before); longest kernels first."""
+def launches(run: Callable[[], object]) -> list[Launch]:
+    """Runs `run` once under the profiler (warm it up before); in order of their begin."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             jax.block_until_ready(run())
         (path,) = Path(folder).rglob("*.xplane.pb")
         data = ProfileData.from_file(str(path))
-    where = scopes(compiled_text)
-    total: dict[tuple[str, str], list[float]] = {}
+    found = []
     for plane in data.planes:
         if "GPU" not in plane.name:
             continue
@@ -47,11 +57,29 @@ def profile(run: Callable[[], object], compiled_text: str) -> list[Kernel]:
             if "Stream" not in line.name:
                 continue
             for event in line.events:
-                stats = dict(event.stats)
-                operation = str(stats.get("hlo_op", ""))
-                key = (event.name, where.get(operation, operation))
-                entry = total.setdefault(key, [0, 0.0])
-                entry[0] += 1
-                entry[1] += event.duration_ns / 1e3
+                operation = str(dict(event.stats).get("hlo_op", ""))
+                begin, time = event.start_ns / 1e3, event.duration_ns / 1e3
+                found.append(Launch(event.name, operation, begin, begin + time))
+    return sorted(found, key=lambda launch: launch.begin)
+
+
+def busy(found: list[Launch]) -> float:
+    """Microseconds in which any of these launches runs: what overlaps counts once."""
+    total, until = 0.0, -math.inf
+    for launch in sorted(found, key=lambda launch: launch.begin):
+        total += max(0.0, launch.end - max(launch.begin, until))
+        until = max(until, launch.end)
+    return total
+
+
+def profile(run: Callable[[], object], compiled_text: str) -> list[Kernel]:
+    """`launches` by kernel and scope, the longest first."""
+    where = scopes(compiled_text)
+    total: dict[tuple[str, str], list[float]] = {}
+    for launch in launches(run):
+        key = (launch.name, where.get(launch.operation, launch.operation))
+        entry = total.setdefault(key, [0, 0.0])
+        entry[0] += 1
+        entry[1] += launch.end - launch.begin
     kernels = [Kernel(*key, int(count), time) for key, (count, time) in total.items()]
     return sorted(kernels, key=lambda kernel: -kernel.microseconds)

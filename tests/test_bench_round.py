@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import typer
-from bench_round import Cell, check_round, main
+from bench_round import Cell, check_round, gdn_ms, main
+from device_profile import Launch, busy
 from real_shapes import PAIRS, Pair, leaf_names, random_state
 from round_floor import expected_experts, floor_of_round, state_and_stash_bytes
 
@@ -104,6 +105,15 @@ def test_a_round_that_computed_nothing_is_refused():
     broken = state._replace(recurrent=state.recurrent._replace(matrix=broken))
     with pytest.raises(RuntimeError, match="not finite"):
         check_round(broken, report([2, 5]), plan, (2, 5))
+
+
+def test_launches_side_by_side_count_once():
+    spans = [("gdn_tree", 0, 2), ("gdn_meet", 1, 5), ("gdn_pairs", 2, 4), ("gdn_commit", 7, 8)]
+    found = [Launch(name, "", begin * 1e3, end * 1e3) for name, begin, end in spans]
+    assert busy(found) == 6e3
+    others = [Launch("gdn_heads", "", 5e3, 7e3), Launch("add_norm", "", 0.0, 9e3)]
+    assert gdn_ms(found[::-1] + others, rounds=2) == 3.0
+    assert busy([]) == 0.0
 
 
 def test_a_profile_without_a_gpu_is_refused(tmp_path):

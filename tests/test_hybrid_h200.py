@@ -107,12 +107,11 @@ def test_round_is_one_command_buffer(compiled_round):
 
 
 def test_kernels_are_in_the_round(compiled_round):
-    """Three recurrences, of four kernels each, and three commits; the heads of one attention layer
+    """Three recurrences, of three kernels each, and three commits; the heads of one attention layer
     and of two of the drafter."""
     text = compiled_round.program.as_text()
     counts = {
         "gdn_pairs": 3,
-        "gdn_solve": 3,
         "gdn_meet": 3,
         "gdn_tree": 3,
         "gdn_commit": 3,
