@@ -16,7 +16,7 @@ from jax.experimental.pallas import triton as pltriton
 from pallas_kernels import dispatch, gdn_wy
 from pallas_kernels.dispatch import spread
 from pallas_kernels.gdn_exact import exact_dot, terms_for
-from pallas_kernels.gdn_paths_pallas import Paths, gdn_paths, inverse_norm
+from pallas_kernels.gdn_paths_pallas import Paths, gdn_paths
 
 _STEPS = 4  # places of a path whose loads go together
 _MOST_DEPTHS = 64  # a program holds a path against itself
@@ -28,7 +28,9 @@ class Config:
 
     block_rows: int = 64  # nodes that meet the state in a program
     value_tile: int = 32  # value dims of it
+    key_block: int = 32  # key dims a step
     num_warps: int = 4
+    num_stages: int = 2
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -51,13 +53,6 @@ def unsupported(dtype: jnp.dtype, key_dim: int, value_dim: int, depths: int = 1)
     )
 
 
-def _load_rows(ref, node: jax.Array) -> jax.Array:
-    """Rows of these nodes, 0 past the last."""
-    shape = (node.shape[0], ref.shape[1])
-    index = spread(node, shape, 0), jax.lax.broadcasted_iota(jnp.int32, shape, 1)
-    return pltriton.load(ref.at[index], mask=index[0] < ref.shape[0], other=0.0)
-
-
 def _meet_kernel(
     query_ref,  # [T, Dk], strided
     key_ref,  # [T, Dk], strided
@@ -70,15 +65,15 @@ def _meet_kernel(
     prefix_ref,  # float32 [T, tile], out: what outputs have of the prefix
     *,
     size: int,
+    step: int,
     rounded: bool,
 ):
     """A block of nodes meets the state, of which nothing depends on other nodes but E."""
     (nodes, tile), blocks = value_ref.shape, dispatch.ceil_div(value_ref.shape[0], size)
-    shape = (size, tile)
+    key_dim, shape = key_ref.shape[1], (size, tile)
     node = pl.program_id(2) % blocks * size + jax.lax.iota(jnp.int32, size)
-    # All loads come first: behind a product their latency would show.
-    state = state_ref[...]
-    keys, queries, values = (_load_rows(ref, node) for ref in (key_ref, query_ref, value_ref))
+    index = spread(node, shape, 0), jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+    values = pltriton.load(value_ref.at[index], mask=index[0] < nodes, other=0.0)
     beta = pltriton.load(beta_ref.at[node], mask=node < nodes, other=0.0)
     lanes = (size, dispatch.lanes_for(path_ref.shape[1]))
     row, place = spread(node, lanes, 0), jax.lax.broadcasted_iota(jnp.int32, lanes, 1)
@@ -86,20 +81,38 @@ def _meet_kernel(
     path = pltriton.load(path_ref.at[row, place], mask=inside, other=-1)
     decay = pltriton.load(decay_ref.at[jnp.where(path >= 0, path, 0)], mask=path >= 0, other=0.0)
     from_prefix = jnp.exp(jnp.sum(jnp.maximum(decay, gdn_wy.LEAST_LOG_DECAY), axis=1))
-    known_scale = spread(beta * inverse_norm(keys) * from_prefix, shape, 0)
-    query_scale = inverse_norm(queries) * keys.shape[1] ** -0.5 * from_prefix
-    terms = terms_for(state, keys.dtype)
-    known = exact_dot(keys, terms) * known_scale
+    part = (size, step)
+    row, column = spread(node, part, 0), jax.lax.broadcasted_iota(jnp.int32, part, 1)
+
+    def add(number, sums):
+        known, prefix, key_square, query_square = sums
+        first = number * step
+        state = state_ref[pl.ds(first, step), :]
+        keys, queries = (
+            pltriton.load(ref.at[row, first + column], mask=row < nodes, other=0.0)
+            for ref in (key_ref, query_ref)
+        )
+        terms = terms_for(state, keys.dtype)
+        known = known + exact_dot(keys, terms)
+        # What only the output needs may be rounded where the output is rounded to bfloat16.
+        prefix = prefix + exact_dot(queries, terms[:2] if rounded else terms)
+        wide, wide_query = keys.astype(jnp.float32), queries.astype(jnp.float32)
+        key_square = key_square + jnp.sum(wide * wide, axis=1)
+        query_square = query_square + jnp.sum(wide_query * wide_query, axis=1)
+        return known, prefix, key_square, query_square
+
+    zeros = jnp.zeros(shape, jnp.float32), jnp.zeros((size,), jnp.float32)
+    known, prefix, key_square, query_square = jax.lax.fori_loop(
+        jnp.int32(0), jnp.int32(key_dim // step), add, (zeros[0], zeros[0], zeros[1], zeros[1])
+    )
+    known_scale = beta * jax.lax.rsqrt(key_square + gdn_wy.EPS) * from_prefix
+    query_scale = jax.lax.rsqrt(query_square + gdn_wy.EPS) * key_dim**-0.5 * from_prefix
     values = spread(beta, shape, 0) * values.astype(jnp.float32)
-    _store_rows(wanted_ref, node, values - known)
-    # What only the output needs may be rounded where the output is rounded to bfloat16.
-    prefix = exact_dot(queries, terms[:2] if rounded else terms) * spread(query_scale, shape, 0)
-    _store_rows(prefix_ref, node, prefix)
-
-
-def _store_rows(ref, node: jax.Array, rows: jax.Array) -> None:
-    index = spread(node, rows.shape, 0), jax.lax.broadcasted_iota(jnp.int32, rows.shape, 1)
-    pltriton.store(ref.at[index], rows.astype(ref.dtype), mask=index[0] < ref.shape[0])
+    wanted = values - spread(known_scale, shape, 0) * known
+    pltriton.store(wanted_ref.at[index], wanted, mask=index[0] < nodes)
+    pltriton.store(
+        prefix_ref.at[index], prefix * spread(query_scale, shape, 0), mask=index[0] < nodes
+    )
 
 
 def _up_kernel(
@@ -195,7 +208,10 @@ def _meet(
     numbers = pl.BlockSpec((None, nodes, None), lambda i, h, b: (b // blocks, 0, h))
     wanted, prefix = pl.pallas_call(
         functools.partial(
-            _meet_kernel, size=config.block_rows, rounded=value.dtype == jnp.bfloat16
+            _meet_kernel,
+            size=config.block_rows,
+            step=min(config.key_block, key_dim),
+            rounded=value.dtype == jnp.bfloat16,
         ),
         grid=(value_dim // tile, heads, slots * blocks),
         in_specs=[
@@ -209,7 +225,9 @@ def _meet(
         ],
         out_specs=[value_rows] * 2,
         out_shape=[jax.ShapeDtypeStruct(value.shape, jnp.float32)] * 2,
-        compiler_params=pltriton.CompilerParams(num_warps=config.num_warps, num_stages=1),
+        compiler_params=pltriton.CompilerParams(
+            num_warps=config.num_warps, num_stages=config.num_stages
+        ),
         interpret=interpret,
         name="gdn_meet",
     )(query, key, value, log_decay, beta, path, state)
