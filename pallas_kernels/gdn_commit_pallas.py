@@ -14,7 +14,7 @@ from jax.experimental.pallas import triton as pltriton
 from pallas_kernels import dispatch, gdn_wy
 from pallas_kernels.dispatch import spread
 from pallas_kernels.gdn_exact import exact_dot, terms_for
-from pallas_kernels.gdn_paths_pallas import inverse_norm
+from pallas_kernels.gdn_paths_pallas import gather_rows, inverse_norm
 
 
 def _commit_kernel(
@@ -38,19 +38,13 @@ def _commit_kernel(
     decay = pltriton.load(decay_ref.at[node], mask=real, other=0.0)
     decay = jnp.maximum(decay, gdn_wy.LEAST_LOG_DECAY)
 
-    def rows_of(ref):
-        shape = (lanes, ref.shape[1])
-        column = spread(jax.lax.iota(jnp.int32, shape[1]), shape, 1)
-        index = (spread(node, shape, 0), column)
-        return pltriton.load(ref.at[index], mask=spread(real, shape, 0), other=0.0)
-
     # Decay between a node and the end of the path: a sum of what lies below it, no difference.
     square = (lanes, lanes)
     below = spread(lane, square, 1) > spread(lane, square, 0)
     remaining = jnp.sum(jnp.where(below, spread(decay, square, 1), 0.0), axis=1)
-    keys = rows_of(key_ref)
+    keys = gather_rows(key_ref, node, real)
     scale = inverse_norm(keys) * jnp.exp(remaining)
-    update = rows_of(update_ref) * spread(scale, (lanes, tile), 0)
+    update = gather_rows(update_ref, node, real) * spread(scale, (lanes, tile), 0)
     added = exact_dot(keys, terms_for(update, keys.dtype), trans_a=True)
     out_ref[...] = jnp.exp(jnp.sum(decay)) * state + added
 

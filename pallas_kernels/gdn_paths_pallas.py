@@ -34,12 +34,11 @@ def inverse_norm(rows: jax.Array) -> jax.Array:
 
 
 def gather_rows(ref, index: jax.Array, mask: jax.Array) -> jax.Array:
-    """Whole rows of ref, float32; 0 where masked."""
+    """Whole rows of ref; 0 where masked."""
     shape = (index.shape[0], ref.shape[1])
     column = spread(jax.lax.iota(jnp.int32, shape[1]), shape, 1)
     index = (spread(jnp.where(mask, index, 0), shape, 0), column)
-    rows = pltriton.load(ref.at[index], mask=spread(mask, shape, 0), other=0.0)
-    return rows.astype(jnp.float32)
+    return pltriton.load(ref.at[index], mask=spread(mask, shape, 0), other=0.0)
 
 
 def _pairs_kernel(
@@ -56,11 +55,10 @@ def _pairs_kernel(
     place = jax.lax.iota(jnp.int32, places)
     ancestor = pltriton.load(path_ref.at[node, place], mask=place < width, other=-1)
     on_path = ancestor >= 0
-    keys = gather_rows(key_ref, ancestor, on_path)
     # Its own rows once an ancestor: a row of its own would change its layout on the way.
     own, everywhere = jnp.full((places,), node), jnp.full((places,), True)
-    own_key = gather_rows(key_ref, own, everywhere)
-    query = gather_rows(query_ref, own, everywhere)
+    given = (key_ref, ancestor, on_path), (key_ref, own, everywhere), (query_ref, own, everywhere)
+    keys, own_key, query = (gather_rows(*rows).astype(jnp.float32) for rows in given)
     square = (places, places)
     above = jax.lax.broadcasted_iota(jnp.int32, square, 0)
     below = jax.lax.broadcasted_iota(jnp.int32, square, 1)

@@ -35,12 +35,12 @@ class Config:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             size = getattr(self, field.name)
-            if size < 1 or size & (size - 1):
+            if size < 1 or (size & (size - 1) and field.name != "num_stages"):
                 raise ValueError(f"`{field.name}` must be a power of two, got {size}")
-        if min(self.block_rows, self.value_tile) < 16:
+        sizes = self.block_rows, self.value_tile, self.key_block
+        if min(sizes) < 16:
             raise ValueError(
-                "`block_rows` and `value_tile` must be at least 16, "
-                f"got {self.block_rows} and {self.value_tile}"
+                f"`block_rows`, `value_tile` and `key_block` must be at least 16, got {sizes}"
             )
 
 
@@ -101,9 +101,9 @@ def _meet_kernel(
         query_square = query_square + jnp.sum(wide_query * wide_query, axis=1)
         return known, prefix, key_square, query_square
 
-    zeros = jnp.zeros(shape, jnp.float32), jnp.zeros((size,), jnp.float32)
+    product, square = jnp.zeros(shape, jnp.float32), jnp.zeros((size,), jnp.float32)
     known, prefix, key_square, query_square = jax.lax.fori_loop(
-        jnp.int32(0), jnp.int32(key_dim // step), add, (zeros[0], zeros[0], zeros[1], zeros[1])
+        jnp.int32(0), jnp.int32(key_dim // step), add, (product, product, square, square)
     )
     known_scale = beta * jax.lax.rsqrt(key_square + gdn_wy.EPS) * from_prefix
     query_scale = jax.lax.rsqrt(query_square + gdn_wy.EPS) * key_dim**-0.5 * from_prefix

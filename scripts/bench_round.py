@@ -173,13 +173,7 @@ def run_cell(
         compiled = lowered.compile(compiler_options=options or None)
     seconds = time.perf_counter() - begin
     start = jax.device_get((state.lengths, state.root))
-    experts = None
-    if count:
-        with alone():
-            experts = count_experts(pair, plan, state)
-    floor = floor_of_round(
-        pair, plan, slots=cell.slots, rows=cell.rows, rates=rates, experts=experts
-    )
+    floor = floor_of_cell(pair, cell, state, rates, count=count)
 
     def dispatch() -> jax.Array:
         nonlocal state
@@ -212,6 +206,19 @@ def run_cell(
         kernels = profile(dispatch, compiled.as_text())
         line |= profile_fields(kernels, rounds, hybrid=pair.target.hybrid is not None)
     return line, kernels
+
+
+def floor_of_cell(
+    pair: Pair, cell: Cell, state: DecodeState, rates: tuple[float, float], *, count: bool
+) -> dict:
+    """The floor of a line. count: with the experts that are read, not their expectation."""
+    plan, experts = cell.plan(pair.draft), None
+    if count:
+        with alone():
+            experts = count_experts(pair, plan, state)
+    return floor_of_round(
+        pair, plan, slots=cell.slots, rows=cell.rows, rates=rates, experts=experts
+    )
 
 
 def profile_fields(kernels: list[Kernel], rounds: int, *, hybrid: bool) -> dict:

@@ -171,7 +171,7 @@ def test_what_padding_holds_changes_nothing(implementation):
 @pytest.mark.parametrize(("rows", "tile"), [(16, 16), (32, 64)])
 def test_kernel_gives_the_same_for_any_config(rows, tile):
     args, parents = arguments(CASES["strong_decay"], seed=2)
-    config = gdn_tree_pallas.Config(block_rows=rows, value_tile=tile)
+    config = gdn_tree_pallas.Config(block_rows=rows, value_tile=tile, key_block=rows)
     call = functools.partial(gdn_tree_pallas.gdn_tree, interpret=True, config=config)
     got, update = jax.jit(call)(*jax.tree.map(jnp.asarray, args))
     out, wanted, _ = oracle(args, parents)
