@@ -35,6 +35,10 @@ device_description_str: "NVIDIA H200"
 """
 
 
+# The tests' own programs compile in a hurry (conftest); what is looked at here must not.
+_AS_IN_USE = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
+
+
 @functools.cache
 def _sharding() -> SingleDeviceSharding:
     try:
@@ -70,7 +74,7 @@ def lower(function: Callable[..., Any], *arguments: Any, **jit_options: Any) -> 
 def compile(lowered: jax.stages.Lowered, **xla_options: str) -> jax.stages.Compiled:
     """Compiles past the persistent cache: what it stores cannot be loaded without a GPU."""
     with _no_cache():
-        return lowered.compile(compiler_options=xla_options)
+        return lowered.compile(compiler_options={**_AS_IN_USE, **xla_options})
 
 
 @contextlib.contextmanager

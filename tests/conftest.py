@@ -27,3 +27,5 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_traceback_in_locations_limit", 0)
 jax.config.update("jax_compilation_cache_dir", os.path.join(".cache", "jax"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+# Tests compile for longer than they run.
+jax.config.update("jax_disable_most_optimizations", True)
