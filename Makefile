@@ -13,11 +13,11 @@ demo: $(VENV)/.run
 	$(PYTHON) scripts/demo.py
 
 test: $(VENV)/.test
-	$(PYTHON) -m pytest -n 2 --dist loadfile
+	$(PYTHON) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # Everything a machine without a GPU can run: all 164 prompts, the recorded reference runs.
 test-all: $(VENV)/.test
-	$(PYTHON) -m pytest -n 2 --dist loadfile -m "not gpu"
+	$(PYTHON) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not gpu"
 
 lint: $(VENV)/.test
 	$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check .

@@ -143,6 +143,12 @@ def dot(a: jax.Array, b: jax.Array, *, trans_b: bool = False) -> jax.Array:
     return pltriton.dot(a, b, trans_b=trans_b, precision=precision_of(a))
 
 
+def barrier(interpret: bool) -> None:
+    """Makes what the program stored visible to all its threads; interpret mode has one."""
+    if not interpret:
+        pltriton.debug_barrier()
+
+
 def spread(vector: jax.Array, shape: tuple[int, int], axis: int) -> jax.Array:
     """A vector along `axis` of a matrix; interpret mode wants indices and masks in full shape."""
     return jax.lax.broadcast_in_dim(vector, shape, (axis,))

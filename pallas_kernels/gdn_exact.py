@@ -22,10 +22,14 @@ def terms_for(x: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, ...]:
     return tuple(terms)
 
 
-def exact_dot(left: jax.Array, terms: tuple[jax.Array, ...], **transposed: bool) -> jax.Array:
-    """left x (sum of terms) in float32, the small terms first."""
+def exact_dot(
+    left: jax.Array,
+    terms: tuple[jax.Array, ...],
+    total: jax.Array | None = None,
+    **transposed: bool,
+) -> jax.Array:
+    """left x (sum of terms) in float32, the small terms first, on top of total."""
     exact = dispatch.precision_of(left)
-    total = None
     for term in reversed(terms):
         part = pltriton.dot(left, term, precision=exact, **transposed)
         total = part if total is None else total + part

@@ -3,8 +3,12 @@
 A node meets nobody but its ancestors, at most as many as the tree is deep. So all that `gdn_tree`
 needs to know of two nodes fits a table of a line a node and an entry an ancestor, by depth. None of
 it depends on the state, so tiles of value dims share it.
+
+A program multiplies its nodes with all before them, where each key is read once, and then picks
+what lies on their paths.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -14,6 +18,9 @@ from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels import dispatch, gdn_wy
 from pallas_kernels.dispatch import spread
+
+_ROWS = 16  # nodes a program
+_BLOCK = 64  # keys they meet at a time
 
 
 class Paths(NamedTuple):
@@ -47,37 +54,60 @@ def _pairs_kernel(
     decay_ref,  # float32 [T, G], strided: log-decays
     beta_ref,  # float32 [T, G], strided
     path_ref,  # int32 [T, R]
-    lower_ref,  # float32 [G, A], out: L
-    weight_ref,  # float32 [G, A], out: D o Q K^T
+    lower_ref,  # float32 [G, T, A], out: L
+    weight_ref,  # float32 [G, T, A], out: D o Q K^T
+    of_key_ref,  # float32 [rows, T], scratch: products of these rows' keys, of norm 1
+    of_query_ref,  # float32 [rows, T], scratch: and of their queries
+    *,
+    block: int,  # keys a step
+    interpret: bool,
 ):
-    (heads, places), key_dim = lower_ref.shape, key_ref.shape[1]
-    width, node = path_ref.shape[1], pl.program_id(0)
-    place = jax.lax.iota(jnp.int32, places)
-    ancestor = pltriton.load(path_ref.at[node, place], mask=place < width, other=-1)
+    (nodes, width), (heads, _, places) = path_ref.shape, lower_ref.shape
+    rows, key_dim = of_key_ref.shape[0], key_ref.shape[1]
+    first = pl.program_id(0) * rows
+    row = jax.lax.iota(jnp.int32, rows)
+    own_node = first + row
+    shape = (rows, places)
+    row, node = spread(row, shape, 0), spread(own_node, shape, 0)
+    # From a node up, for sums of what lies below an ancestor: nothing is subtracted.
+    place = places - 1 - jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+    ancestor, below = (
+        pltriton.load(path_ref.at[node, at], mask=(node < nodes) & (at < width), other=-1)
+        for at in (place, place + 1)
+    )
+    own = []
+    for ref, scratch_ref, scale in (
+        (key_ref, of_key_ref, 1.0),
+        (query_ref, of_query_ref, key_dim**-0.5),
+    ):
+        own_rows = gather_rows(ref, own_node, own_node < nodes)
+        own.append((own_rows, scratch_ref, inverse_norm(own_rows) * scale))
+
+    def meet(step, _) -> None:
+        other = step * block + jax.lax.iota(jnp.int32, block)
+        keys = gather_rows(key_ref, other, other < nodes)
+        norm = inverse_norm(keys)
+        for own_rows, scratch_ref, scale in own:
+            product = dispatch.dot(own_rows, keys, trans_b=True)
+            product = product * spread(scale, product.shape, 0) * spread(norm, product.shape, 1)
+            scratch_ref[:, pl.ds(step * block, block)] = product
+
+    steps = (first + rows - 1) // block + 1  # ancestors come first
+    jax.lax.fori_loop(jnp.int32(0), steps.astype(jnp.int32), meet, None)
+    dispatch.barrier(interpret)
     on_path = ancestor >= 0
-    # Its own rows once an ancestor: a row of its own would change its layout on the way.
-    own, everywhere = jnp.full((places,), node), jnp.full((places,), True)
-    given = (key_ref, ancestor, on_path), (key_ref, own, everywhere), (query_ref, own, everywhere)
-    keys, own_key, query = (gather_rows(*rows).astype(jnp.float32) for rows in given)
-    square = (places, places)
-    above = jax.lax.broadcasted_iota(jnp.int32, square, 0)
-    below = jax.lax.broadcasted_iota(jnp.int32, square, 1)
-    inside = (below > above) & (below < width)
-    between = pltriton.load(path_ref.at[jnp.full(square, node), below], mask=inside, other=-1)
-    decays = []
+    of_key, of_query = (
+        pltriton.load(ref.at[row, jnp.maximum(ancestor, 0)], mask=on_path, other=0.0)
+        for ref in (of_key_ref, of_query_ref)
+    )
+    of_key = jnp.where(ancestor < node, of_key, 0.0)
     for head in range(heads):
-        index = jnp.maximum(between, 0), jnp.full(square, head, jnp.int32)
-        decay = pltriton.load(decay_ref.at[index], mask=between >= 0, other=0.0)
-        # Sums of what lies below an ancestor, so that nothing is subtracted.
-        decay = jnp.sum(jnp.maximum(decay, gdn_wy.LEAST_LOG_DECAY), axis=1)
-        decays.append(jnp.exp(decay))
-    norm = inverse_norm(keys)
-    of_key = jnp.sum(keys * own_key, axis=1) * norm * inverse_norm(own_key)
-    of_query = jnp.sum(keys * query, axis=1) * norm * inverse_norm(query) * key_dim**-0.5
-    for head, decay in enumerate(decays):
-        before = on_path & (ancestor != node)
-        lower_ref[head, :] = jnp.where(before, beta_ref[node, head] * decay * of_key, 0.0)
-        weight_ref[head, :] = jnp.where(on_path, decay * of_query, 0.0)
+        each = jnp.full(shape, head, jnp.int32)
+        decay = pltriton.load(decay_ref.at[jnp.maximum(below, 0), each], mask=below >= 0, other=0.0)
+        decay = jnp.exp(jnp.cumsum(jnp.maximum(decay, gdn_wy.LEAST_LOG_DECAY), axis=1))
+        beta = pltriton.load(beta_ref.at[node, each], mask=node < nodes, other=0.0)
+        for ref, entries in ((lower_ref, beta * decay * of_key), (weight_ref, decay * of_query)):
+            pltriton.store(ref.at[each, node, place], entries, mask=node < nodes)
 
 
 def gdn_paths(
@@ -93,13 +123,18 @@ def gdn_paths(
     slots, nodes, key_heads, key_dim = key.shape
     heads, width = beta.shape[2], path.shape[2]
     group, places = heads // key_heads, dispatch.lanes_for(width)
+    block = min(_BLOCK, dispatch.lanes_for(nodes))
     key_rows = pl.BlockSpec((None, nodes, None, key_dim), lambda i, h, b: (b, 0, h, 0))
     numbers = pl.BlockSpec((None, nodes, group), lambda i, h, b: (b, 0, h))
     table = jax.ShapeDtypeStruct((slots, heads, nodes, places), jnp.float32)
-    of_node = pl.BlockSpec((None, group, None, places), lambda i, h, b: (b, h, i, 0))
-    lower, weight = pl.pallas_call(
-        _pairs_kernel,
-        grid=(nodes, key_heads, slots),
+    of_head = pl.BlockSpec((None, group, nodes, places), lambda i, h, b: (b, h, 0, 0))
+    programs, steps = dispatch.ceil_div(nodes, _ROWS), dispatch.ceil_div(nodes, block)
+    shape = (slots, key_heads, programs * _ROWS, steps * block)
+    products = jax.ShapeDtypeStruct(shape, jnp.float32)
+    of_rows = pl.BlockSpec((None, None, _ROWS, shape[3]), lambda i, h, b: (b, h, i, 0))
+    lower, weight, *_ = pl.pallas_call(
+        functools.partial(_pairs_kernel, block=block, interpret=interpret),
+        grid=(programs, key_heads, slots),
         in_specs=[
             key_rows,
             key_rows,
@@ -107,9 +142,9 @@ def gdn_paths(
             numbers,
             pl.BlockSpec((None, nodes, width), lambda i, h, b: (b, 0, 0)),
         ],
-        out_specs=[of_node, of_node],
-        out_shape=[table, table],
-        compiler_params=pltriton.CompilerParams(num_warps=places // 16, num_stages=1),
+        out_specs=[of_head, of_head, of_rows, of_rows],
+        out_shape=[table, table, products, products],
+        compiler_params=pltriton.CompilerParams(num_warps=8, num_stages=1),
         interpret=interpret,
         name="gdn_pairs",
     )(query, key, log_decay, beta, path)

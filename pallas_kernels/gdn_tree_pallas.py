@@ -20,6 +20,7 @@ from pallas_kernels.gdn_paths_pallas import Paths, gdn_paths
 
 _STEPS = 4  # places of a path whose loads go together
 _MOST_DEPTHS = 64  # a program holds a path against itself
+_ONE_WAVE = 528  # programs of `gdn_meet` that run side by side, four a multiprocessor
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,14 +74,13 @@ def _meet_kernel(
     key_dim, shape = key_ref.shape[1], (size, tile)
     node = pl.program_id(2) % blocks * size + jax.lax.iota(jnp.int32, size)
     index = spread(node, shape, 0), jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+    # What the loop does not wait for; log-decays, which wait for the path, come after it.
     values = pltriton.load(value_ref.at[index], mask=index[0] < nodes, other=0.0)
     beta = pltriton.load(beta_ref.at[node], mask=node < nodes, other=0.0)
     lanes = (size, dispatch.lanes_for(path_ref.shape[1]))
     row, place = spread(node, lanes, 0), jax.lax.broadcasted_iota(jnp.int32, lanes, 1)
     inside = (row < nodes) & (place < path_ref.shape[1])
     path = pltriton.load(path_ref.at[row, place], mask=inside, other=-1)
-    decay = pltriton.load(decay_ref.at[jnp.where(path >= 0, path, 0)], mask=path >= 0, other=0.0)
-    from_prefix = jnp.exp(jnp.sum(jnp.maximum(decay, gdn_wy.LEAST_LOG_DECAY), axis=1))
     part = (size, step)
     row, column = spread(node, part, 0), jax.lax.broadcasted_iota(jnp.int32, part, 1)
 
@@ -93,9 +93,9 @@ def _meet_kernel(
             for ref in (key_ref, query_ref)
         )
         terms = terms_for(state, keys.dtype)
-        known = known + exact_dot(keys, terms)
+        known = exact_dot(keys, terms, known)
         # What only the output needs may be rounded where the output is rounded to bfloat16.
-        prefix = prefix + exact_dot(queries, terms[:2] if rounded else terms)
+        prefix = exact_dot(queries, terms[:2] if rounded else terms, prefix)
         wide, wide_query = keys.astype(jnp.float32), queries.astype(jnp.float32)
         key_square = key_square + jnp.sum(wide * wide, axis=1)
         query_square = query_square + jnp.sum(wide_query * wide_query, axis=1)
@@ -105,6 +105,8 @@ def _meet_kernel(
     known, prefix, key_square, query_square = jax.lax.fori_loop(
         jnp.int32(0), jnp.int32(key_dim // step), add, (product, product, square, square)
     )
+    decay = pltriton.load(decay_ref.at[jnp.where(path >= 0, path, 0)], mask=path >= 0, other=0.0)
+    from_prefix = jnp.exp(jnp.sum(jnp.maximum(decay, gdn_wy.LEAST_LOG_DECAY), axis=1))
     known_scale = beta * jax.lax.rsqrt(key_square + gdn_wy.EPS) * from_prefix
     query_scale = jax.lax.rsqrt(query_square + gdn_wy.EPS) * key_dim**-0.5 * from_prefix
     values = spread(beta, shape, 0) * values.astype(jnp.float32)
@@ -156,10 +158,14 @@ def _up_kernel(
     out_ref[...] = found[3].astype(out_ref.dtype)
 
 
-def default_config(nodes: int, value_dim: int) -> Config:
+def default_config(slots: int, nodes: int, heads: int, value_dim: int) -> Config:
     """Measured on an H200 (scripts/results/kernel_log.md)."""
-    rows = min(64, dispatch.lanes_for(nodes))
-    return Config(block_rows=rows, value_tile=dispatch.divisor(value_dim, 32))
+    rows, tile = min(64, dispatch.lanes_for(nodes)), dispatch.divisor(value_dim, 32)
+    programs = slots * heads * dispatch.ceil_div(nodes, rows) * (value_dim // tile)
+    if programs <= _ONE_WAVE or value_dim % 64 != 0:
+        return Config(block_rows=rows, value_tile=tile)
+    # Fewer of twice the work, each with more under way.
+    return Config(block_rows=rows, value_tile=64, num_stages=3)
 
 
 @dispatch.lowered_once
@@ -177,7 +183,7 @@ def gdn_tree(
 ) -> tuple[jax.Array, jax.Array]:
     """Out and update, each [B, T, Hv, Dv], as `gdn_tree.definition` gives them."""
     if config is None:
-        config = default_config(value.shape[1], value.shape[3])
+        config = default_config(*value.shape)
     paths = gdn_paths(query, key, log_decay, beta, path, interpret=interpret)
     given = query, key, value, log_decay, beta, path, state
     wanted, prefix = _meet(*given, config=config, interpret=interpret)

@@ -185,7 +185,7 @@ def _store_best(key: jax.Array, column: jax.Array, outputs, *, k: int, interpret
         rank = add(key, 0, rank)
     else:
         key_ref[...] = key
-        _barrier(interpret)
+        dispatch.barrier(interpret)
         rank = jax.lax.fori_loop(
             jnp.int32(0),
             jnp.int32(ranked // width),
@@ -196,12 +196,6 @@ def _store_best(key: jax.Array, column: jax.Array, outputs, *, k: int, interpret
     value = jax.lax.bitcast_convert_type(ordered_bits(key), jnp.float32)
     pltriton.store(value_ref.at[place], value, mask=place < k)
     pltriton.store(token_ref.at[place], column, mask=place < k)
-
-
-def _barrier(interpret: bool) -> None:
-    """Makes what the program stored visible to all its threads; interpret mode has one."""
-    if not interpret:
-        pltriton.debug_barrier()
 
 
 def _first_of_top(
@@ -225,7 +219,7 @@ def _select(
     value_ref, token_ref, column_ref, key_ref = refs
     ranked = column_ref.shape[0]
     count = _pack(column_ref, keys, column, _bisect(keys, cut, k=k, most=ranked))
-    _barrier(interpret)
+    dispatch.barrier(interpret)
     lane = jax.lax.iota(jnp.int32, ranked)
     mask = lane < count
     column = pltriton.load(column_ref.at[lane], mask=mask, other=0)
@@ -287,7 +281,7 @@ def _select_kernel(
     if count > config.groups_kept:
         cut = _bisect(keys, cut, k=k, most=config.groups_kept)
     kept_count = _pack(group_ref, keys, lane, cut)
-    _barrier(interpret)
+    dispatch.barrier(interpret)
     lane = jax.lax.iota(jnp.int32, config.groups_kept * group)
     slot = lane >> (group.bit_length() - 1)
     best = pltriton.load(group_ref.at[slot], mask=slot < kept_count, other=0)

