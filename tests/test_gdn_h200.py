@@ -29,8 +29,8 @@ def test_gdn_tree_compiles_and_keeps_no_state_of_a_node():
     lowered = aot.lower(gdn_tree, *arguments(shape))
     assert lowered.as_text().count(TRITON_CALL) == 3
     memory = aot.compile(lowered).memory_analysis()
-    # A head's right-hand sides and outputs of the prefix, and two tables of nodes by depths; a
-    # state of every node would be 128 times the first.
+    # A head's right-hand sides and outputs of the prefix, and two tables of nodes by depths (nodes
+    # by nodes are less, once a key head); a state of every node would be 128 times the first.
     row = 2 * shape.value_dim + 2 * (shape.depths + 1)
     assert memory.temp_size_in_bytes < 1.1 * 4 * shape.slots * shape.heads * shape.nodes * row
 

@@ -179,6 +179,12 @@ def test_kernel_gives_the_same_for_any_config(rows, tile):
     np.testing.assert_allclose(update, wanted, atol=UPDATE_ERROR, rtol=0)
 
 
+def test_where_programs_are_many_each_takes_more_values():
+    few, many = (gdn_tree_pallas.default_config(slots, 64, 48, 128) for slots in (1, 4))
+    assert (few.value_tile, many.value_tile) == (32, 64)
+    assert gdn_tree_pallas.default_config(16, 64, 48, 32).value_tile == 32
+
+
 CHAIN = Case(slots=3, nodes=192, levels=99, key_heads=2, heads=4, decay="mild")
 
 
