@@ -34,7 +34,7 @@ def _start() -> None:
 
 @main.command()
 def target(source: Source, destination: Destination, force: Force = False) -> None:
-    """Convert a Qwen3 target."""
+    """Convert a Qwen3, Qwen3.5 or Qwen3.6 target, dense or MoE."""
     with _plain_errors():
         typer.echo(convert_target(source, destination, replace=force))
 
