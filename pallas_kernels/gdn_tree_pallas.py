@@ -25,7 +25,7 @@ _ONE_WAVE = 528  # programs of `gdn_meet` that run side by side, four a multipro
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """How the kernels are cut up. Sizes are powers of two."""
+    """How the kernels are cut up. Sizes are powers of two, stages any number."""
 
     block_rows: int = 64  # nodes that meet the state in a program
     value_tile: int = 32  # value dims of it
@@ -36,7 +36,9 @@ class Config:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             size = getattr(self, field.name)
-            if size < 1 or (size & (size - 1) and field.name != "num_stages"):
+            if size < 1:
+                raise ValueError(f"`{field.name}` must be at least 1, got {size}")
+            if size & (size - 1) and field.name != "num_stages":
                 raise ValueError(f"`{field.name}` must be a power of two, got {size}")
         sizes = self.block_rows, self.value_tile, self.key_block
         if min(sizes) < 16:

