@@ -79,12 +79,13 @@ class TreeRecurrence:
         self._implementation = implementation
 
     def __call__(self, number: int, rows: GdnRows) -> Answer:
-        before = self._state.conv[number]
-        heads = heads_of(self._config, rows, before, self._window, self._implementation)
+        before, path = self._state.conv[number], self._path
+        heads = heads_of(self._config, rows, before, self._window, path, self._implementation)
         nodes = gdn_tree(
             *heads[:5],
             self._state.matrix[number],
-            self._path,
+            path,
+            scales=heads.scales,
             implementation=self._implementation,
         )
         self.stash.append(Stash(heads.mixed, heads.key, nodes.update, heads.log_decay))

@@ -14,7 +14,7 @@ from jax.experimental.pallas import triton as pltriton
 from pallas_kernels import dispatch, gdn_wy
 from pallas_kernels.dispatch import spread
 from pallas_kernels.gdn_exact import exact_dot, terms_for
-from pallas_kernels.gdn_paths_pallas import gather_rows, inverse_norm
+from pallas_kernels.gdn_paths_pallas import gather_rows
 
 
 def _commit_kernel(
@@ -43,7 +43,7 @@ def _commit_kernel(
     below = spread(lane, square, 1) > spread(lane, square, 0)
     remaining = jnp.sum(jnp.where(below, spread(decay, square, 1), 0.0), axis=1)
     keys = gather_rows(key_ref, node, real)
-    scale = inverse_norm(keys) * jnp.exp(remaining)
+    scale = gdn_wy.inverse_norm(keys) * jnp.exp(remaining)
     update = gather_rows(update_ref, node, real) * spread(scale, (lanes, tile), 0)
     added = exact_dot(keys, terms_for(update, keys.dtype), trans_a=True)
     out_ref[...] = jnp.exp(jnp.sum(decay)) * state + added

@@ -8,15 +8,16 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Float, Float32, Int, Int32
 
-from pallas_kernels import dispatch, gdn_heads_pallas
+from pallas_kernels import dispatch, gdn_heads_pallas, gdn_wy
 from pallas_kernels.add_norm import unit_rms
 from pallas_kernels.skinny_matmul import sum_parts
 
 
 class GdnHeads(NamedTuple):
-    """Rows as `gdn_tree` reads them, and what they were before the convolution."""
+    """Rows as `gdn_tree` reads them, what they were before the convolution, and what `gdn_tree`
+    may be told of them where their paths are known."""
 
     query: Float[Array, "B R Hk Dk"]
     key: Float[Array, "B R Hk Dk"]
@@ -24,6 +25,7 @@ class GdnHeads(NamedTuple):
     log_decay: Float32[Array, "B R Hv"]
     beta: Float32[Array, "B R Hv"]
     mixed: Float[Array, "B R Ck"]
+    scales: gdn_wy.GdnScales | None
 
 
 def gdn_heads(
@@ -36,6 +38,7 @@ def gdn_heads(
     *,
     num_key_heads: int,
     key_dim: int,
+    path: Int32[Array, "B R A"] | None = None,
     implementation: dispatch.Implementation | None = None,
 ) -> GdnHeads:
     """silu of the depthwise convolution, cut into heads, and each head's decay and beta.
@@ -50,6 +53,7 @@ def gdn_heads(
       before: N inputs committed, zero before the start; bfloat16 or float32. Its dtype is the
         heads'.
       num_key_heads, key_dim: Hk and Dk; the rest of Ck is Hv value heads.
+      path: of each row as in `gdn_tree`, for `scales`; None leaves them out.
       implementation: None, "xla" or "pallas", see `dispatch.choose`.
 
     Raises:
@@ -59,18 +63,17 @@ def gdn_heads(
     Source: Gated DeltaNet, arXiv 2412.06464, as transformers' `modeling_qwen3_5` has it.
     """
     arguments = (parts, before, kernel, window, log_rate, time_bias)
-    check_heads(*arguments, keys=num_key_heads * key_dim)
-    chosen = dispatch.choose(
-        "gdn_heads",
-        implementation,
-        gdn_heads_pallas.unsupported(before.dtype, num_key_heads * key_dim, kernel.shape[1]),
+    keys, sizes = num_key_heads * key_dim, {"num_key_heads": num_key_heads, "key_dim": key_dim}
+    check_heads(*arguments, keys=keys)
+    if path is not None and path.shape[:2] != window.shape[:2]:
+        raise ValueError(f"`path` must be [B, R, A] to fit window {window.shape}, got {path.shape}")
+    unsupported = gdn_heads_pallas.unsupported(before.dtype, key_dim, kernel.shape[1] - 2 * keys)
+    if dispatch.choose("gdn_heads", implementation, unsupported) == "xla":
+        return definition(*arguments, **sizes, path=path)
+    *rows, scales = gdn_heads_pallas.gdn_heads(
+        *arguments, path, **sizes, interpret=dispatch.interpret()
     )
-    if chosen == "xla":
-        return definition(*arguments, num_key_heads=num_key_heads, key_dim=key_dim)
-    out = gdn_heads_pallas.gdn_heads(
-        *arguments, keys=num_key_heads * key_dim, interpret=dispatch.interpret()
-    )
-    return _heads(*out, num_key_heads=num_key_heads)
+    return _heads(*rows, num_key_heads=num_key_heads)._replace(scales=scales)
 
 
 def definition(
@@ -83,6 +86,7 @@ def definition(
     *,
     num_key_heads: int,
     key_dim: int,
+    path: Int32[Array, "B R A"] | None = None,
 ) -> GdnHeads:
     """The meaning of `gdn_heads` in plain jnp."""
     rows, (width, channels) = sum_parts(parts, before.dtype), kernel.shape
@@ -100,7 +104,11 @@ def definition(
     log_decay = -jnp.exp(log_rate)[None, None, :] * step
     keys = num_key_heads * key_dim
     cut = jnp.split(convolved, [keys, 2 * keys], axis=-1)
-    return _heads(*cut, log_decay, jax.nn.sigmoid(beta), mixed, num_key_heads=num_key_heads)
+    beta = jax.nn.sigmoid(beta)
+    heads = _heads(*cut, log_decay, beta, mixed, num_key_heads=num_key_heads)
+    if path is None:
+        return heads
+    return heads._replace(scales=gdn_wy.scales(heads.query, heads.key, log_decay, path))
 
 
 def gated_norm(
@@ -167,14 +175,14 @@ def _heads(
     *,
     num_key_heads: int,
 ) -> GdnHeads:
-    """Columns cut into heads."""
+    """Columns cut into heads; without scales."""
 
     def cut(x: jax.Array, heads: int) -> jax.Array:
         return x.reshape(*x.shape[:2], heads, -1)
 
     heads = log_decay.shape[2]
     of_keys = cut(query, num_key_heads), cut(key, num_key_heads)
-    return GdnHeads(*of_keys, cut(value, heads), log_decay, beta, mixed)
+    return GdnHeads(*of_keys, cut(value, heads), log_decay, beta, mixed, None)
 
 
 def check_heads(

@@ -8,22 +8,21 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
+from jax.typing import DTypeLike
 
-from pallas_kernels import dispatch
+from pallas_kernels import dispatch, gdn_wy
 from pallas_kernels.dispatch import silu, spread, whole
 from pallas_kernels.skinny_matmul_pallas import load_sum
 
 _ROWS = 16  # a program at most
-_COLUMNS = 128
+_HEADS = 16  # whose decays and betas a program finds
 
 
-def unsupported(dtype: jnp.dtype, keys: int, channels: int) -> str | None:
-    """Why the kernel of `gdn_heads` cannot take these arguments, or None."""
-    if unfit := dispatch.unsupported_dtype(dtype):
-        return unfit
-    if dispatch.divisor(keys, 16) < 16 or dispatch.divisor(channels, 16) < 16:
-        return f"keys and channels must be multiples of 16, got {keys} and {channels}"
-    return None
+def unsupported(dtype: jnp.dtype, key_dim: int, values: int) -> str | None:
+    """Why the kernel of `gdn_heads` cannot take these arguments, or None. values: columns."""
+    if values % key_dim:
+        return f"the columns of values must be a multiple of the key dim {key_dim}, got {values}"
+    return dispatch.unsupported_size(dtype, "key dim", key_dim, 256)
 
 
 def unsupported_norm(dtype: jnp.dtype, size: int) -> str | None:
@@ -56,6 +55,53 @@ def _normed_and_gated(x: jax.Array, gate: jax.Array, scale: jax.Array, eps: floa
     return (normed * scale * silu(gate.astype(jnp.float32))).astype(dtype)
 
 
+def _rates(
+    parts_ref,
+    log_rate_ref,
+    time_bias_ref,
+    path_ref,
+    decay_ref,
+    beta_ref,
+    from_prefix_ref,
+    *,
+    number: jax.Array,
+    line: jax.Array,
+    dtype: jnp.dtype,
+) -> None:
+    """Decays and betas of some heads; a row asks each row of its path itself how it decays, for no
+    program waits for another."""
+    (rows, columns), heads = parts_ref.shape[1:], log_rate_ref.shape[0]
+    shape = (line.shape[0], _HEADS)
+    row, head = spread(line, shape, 0), jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+    head = number * _HEADS + head
+    real = (row < rows) & (head < heads)
+    constants = [
+        pltriton.load(ref.at[head], mask=head < heads, other=0.0)
+        for ref in (log_rate_ref, time_bias_ref)
+    ]
+
+    def rate(row, first, mask):
+        column = columns + first + head
+        return load_sum(parts_ref, row, column, mask=mask, dtype=dtype).astype(jnp.float32)
+
+    def log_decay(row, mask):
+        return log_decay_of(rate(row, -heads, mask), *constants)
+
+    pltriton.store(beta_ref.at[row, head], jax.lax.logistic(rate(row, -2 * heads, real)), mask=real)
+    pltriton.store(decay_ref.at[row, head], log_decay(row, real), mask=real)
+    if path_ref is None:
+        return
+    total = jnp.zeros(shape, jnp.float32)
+    for place in range(path_ref.shape[1]):
+        at = jnp.full(line.shape, place, jnp.int32)
+        ancestor = pltriton.load(path_ref.at[line, at], mask=line < rows, other=-1)
+        ancestor = spread(ancestor, shape, 0)
+        on_path = real & (ancestor >= 0)
+        decay = log_decay(jnp.maximum(ancestor, 0), on_path)
+        total = total + jnp.where(on_path, jnp.maximum(decay, gdn_wy.LEAST_LOG_DECAY), 0.0)
+    pltriton.store(from_prefix_ref.at[row, head], jnp.exp(total), mask=real)
+
+
 def _heads_kernel(
     parts_ref,  # [P, R, C]
     before_ref,  # [N, Ck]
@@ -63,20 +109,24 @@ def _heads_kernel(
     window_ref,  # int32 [R, W]
     log_rate_ref,  # float32 [Hv]
     time_bias_ref,  # float32 [Hv]
+    path_ref,  # int32 [R, A], or None, and then no scales
     query_ref,  # [R, keys], out
     key_ref,  # [R, keys], out
     value_ref,  # [R, values], out
     decay_ref,  # float32 [R, Hv], out
     beta_ref,  # float32 [R, Hv], out
     mixed_ref,  # [R, Ck], out
+    scale_refs,  # `GdnScales`, each [R, heads], out; or None
     *,
     tile_rows: int,
-    tile: int,
+    tile: int,  # columns: those of a key head
+    rate_programs: int,
 ):
-    rows, columns = parts_ref.shape[1:]
-    kept, (width, channels) = before_ref.shape[0], kernel_ref.shape
-    heads, dtype = log_rate_ref.shape[0], before_ref.dtype
-    number = pl.program_id(1)
+    rows, kept, width = parts_ref.shape[1], before_ref.shape[0], kernel_ref.shape[0]
+    dtype = before_ref.dtype
+    query_scale_ref, key_scale_ref, from_prefix_ref = scale_refs or (None, None, None)
+    program = pl.program_id(1)
+    number = program - rate_programs
     first_row = pl.program_id(0) * tile_rows
     shape = (tile_rows, tile)
     row = first_row + jax.lax.broadcasted_iota(jnp.int32, shape, 0)
@@ -108,35 +158,41 @@ def _heads_kernel(
 
         return convolved(pairs(), dtype)
 
-    @pl.when(number < channels // tile)
+    @pl.when(number >= 0)
     def _():
         heads = convolve()
         begin = 0
-        for ref in (query_ref, key_ref, value_ref):
+        for ref, scale_ref, factor in (
+            (query_ref, query_scale_ref, tile**-0.5),
+            (key_ref, key_scale_ref, 1.0),
+            (value_ref, None, 1.0),
+        ):
             end = begin + ref.shape[1] // tile
 
             @pl.when((number >= begin) & (number < end))
-            def _(ref=ref, begin=begin):
+            def _(ref=ref, scale_ref=scale_ref, factor=factor, begin=begin):
                 pltriton.store(ref.at[row, (number - begin) * tile + lane], heads, mask=inside)
+                if scale_ref is not None:
+                    head = jnp.full((tile_rows,), number - begin, jnp.int32)
+                    scale = gdn_wy.inverse_norm(heads) * factor
+                    pltriton.store(scale_ref.at[line, head], scale, mask=line < rows)
 
             begin = end
 
-    @pl.when(number >= channels // tile)
+    @pl.when(number < 0)
     def _():
-        head = (number - channels // tile) * tile + lane
-        real = inside & (head < heads)
-
-        def rate(first):
-            column = columns + first + head
-            return load_sum(parts_ref, row, column, mask=real, dtype=dtype).astype(jnp.float32)
-
-        def constant(ref):
-            return pltriton.load(ref.at[head], mask=real, other=0.0)
-
-        beta = jax.lax.logistic(rate(-2 * heads))
-        decay = log_decay_of(rate(-heads), constant(log_rate_ref), constant(time_bias_ref))
-        pltriton.store(beta_ref.at[row, head], beta, mask=real)
-        pltriton.store(decay_ref.at[row, head], decay, mask=real)
+        _rates(
+            parts_ref,
+            log_rate_ref,
+            time_bias_ref,
+            path_ref,
+            decay_ref,
+            beta_ref,
+            from_prefix_ref,
+            number=program,
+            line=line,
+            dtype=dtype,
+        )
 
 
 @dispatch.lowered_once
@@ -147,26 +203,37 @@ def gdn_heads(
     window: jax.Array,
     log_rate: jax.Array,
     time_bias: jax.Array,
+    path: jax.Array | None,
     *,
-    keys: int,
+    num_key_heads: int,
+    key_dim: int,
     interpret: bool,
-) -> tuple[jax.Array, ...]:
-    """Columns of query, key, value, then log_decay, beta and mixed, each [B, R, ...]."""
+) -> tuple[jax.Array | gdn_wy.GdnScales | None, ...]:
+    """Columns of query, key, value, then log_decay, beta and mixed, each [B, R, ...]; scales, where
+    paths are given."""
     part_count, slots, rows, columns = parts.shape
     (width, channels), heads = kernel.shape, log_rate.shape[0]
-    values = channels - 2 * keys
-    tile = min(dispatch.divisor(keys, _COLUMNS), dispatch.divisor(values, _COLUMNS))
+    keys = num_key_heads * key_dim
     tile_rows = min(_ROWS, dispatch.next_power_of_two(rows))
 
     def of_slot(*shape: int) -> pl.BlockSpec:
         return pl.BlockSpec((None, *shape), lambda i, j, b: (b,) + (0,) * len(shape))
 
-    outs = [(size, before.dtype) for size in (keys, keys, values)]
-    outs += [(heads, jnp.float32)] * 2 + [(channels, before.dtype)]
-    programs = channels // tile + dispatch.ceil_div(heads, tile)
+    def out(size: int, dtype: DTypeLike = jnp.float32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((slots, rows, size), dtype)
+
+    outs = [out(size, before.dtype) for size in (keys, keys, channels - 2 * keys)]
+    outs += [out(heads)] * 2 + [out(channels, before.dtype), None]
+    if path is not None:
+        sizes = (num_key_heads, num_key_heads, heads)
+        outs[-1] = gdn_wy.GdnScales(*map(out, sizes))
+    rate_programs = dispatch.ceil_div(heads, _HEADS)
     return pl.pallas_call(
-        functools.partial(_heads_kernel, tile_rows=tile_rows, tile=tile),
-        grid=(dispatch.ceil_div(rows, tile_rows), programs, slots),
+        functools.partial(
+            _heads_kernel, tile_rows=tile_rows, tile=key_dim, rate_programs=rate_programs
+        ),
+        # Those of rates come first: they wait longest.
+        grid=(dispatch.ceil_div(rows, tile_rows), rate_programs + channels // key_dim, slots),
         in_specs=[
             pl.BlockSpec((part_count, None, rows, columns), lambda i, j, b: (0, b, 0, 0)),
             of_slot(before.shape[1], channels),
@@ -174,13 +241,14 @@ def gdn_heads(
             of_slot(rows, width),
             whole(heads),
             whole(heads),
+            None if path is None else of_slot(rows, path.shape[2]),
         ],
-        out_specs=[of_slot(rows, size) for size, _ in outs],
-        out_shape=[jax.ShapeDtypeStruct((slots, rows, size), dtype) for size, dtype in outs],
+        out_specs=jax.tree.map(lambda x: of_slot(*x.shape[1:]), outs),
+        out_shape=outs,
         compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name="gdn_heads",
-    )(parts, before, kernel, window, log_rate, time_bias)
+    )(parts, before, kernel, window, log_rate, time_bias, path)
 
 
 def _norm_kernel(

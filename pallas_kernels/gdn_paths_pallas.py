@@ -34,12 +34,6 @@ class Paths(NamedTuple):
     weight: jax.Array  # float32 [B, Hv, T, A]
 
 
-def inverse_norm(rows: jax.Array) -> jax.Array:
-    """1 / norm of each row, as `gdn_wy.normalise` has it."""
-    wide = rows.astype(jnp.float32)
-    return jax.lax.rsqrt(jnp.sum(wide * wide, axis=1) + gdn_wy.EPS)
-
-
 def gather_rows(ref, index: jax.Array, mask: jax.Array) -> jax.Array:
     """Whole rows of ref; 0 where masked."""
     shape = (index.shape[0], ref.shape[1])
@@ -51,6 +45,8 @@ def gather_rows(ref, index: jax.Array, mask: jax.Array) -> jax.Array:
 def _pairs_kernel(
     query_ref,  # [T, Dk], strided, as the next
     key_ref,  # [T, Dk]
+    query_scale_ref,  # float32 [T], strided, as the next: of `GdnScales`
+    key_scale_ref,  # float32 [T]
     decay_ref,  # float32 [T, G], strided: log-decays
     beta_ref,  # float32 [T, G], strided
     path_ref,  # int32 [T, R]
@@ -63,7 +59,7 @@ def _pairs_kernel(
     interpret: bool,
 ):
     (nodes, width), (heads, _, places) = path_ref.shape, lower_ref.shape
-    rows, key_dim = of_key_ref.shape[0], key_ref.shape[1]
+    rows = of_key_ref.shape[0]
     first = pl.program_id(0) * rows
     row = jax.lax.iota(jnp.int32, rows)
     own_node = first + row
@@ -76,20 +72,22 @@ def _pairs_kernel(
         for at in (place, place + 1)
     )
     own = []
-    for ref, scratch_ref, scale in (
-        (key_ref, of_key_ref, 1.0),
-        (query_ref, of_query_ref, key_dim**-0.5),
+    for ref, scale_ref, scratch_ref in (
+        (key_ref, key_scale_ref, of_key_ref),
+        (query_ref, query_scale_ref, of_query_ref),
     ):
-        own_rows = gather_rows(ref, own_node, own_node < nodes)
-        own.append((own_rows, scratch_ref, inverse_norm(own_rows) * scale))
+        real = own_node < nodes
+        scale = pltriton.load(scale_ref.at[own_node], mask=real, other=0.0)
+        own.append((gather_rows(ref, own_node, real), scale, scratch_ref))
 
     def meet(step, _) -> None:
         other = step * block + jax.lax.iota(jnp.int32, block)
         keys = gather_rows(key_ref, other, other < nodes)
-        norm = inverse_norm(keys)
-        for own_rows, scratch_ref, scale in own:
+        other_scale = pltriton.load(key_scale_ref.at[other], mask=other < nodes, other=0.0)
+        for own_rows, own_scale, scratch_ref in own:
             product = dispatch.dot(own_rows, keys, trans_b=True)
-            product = product * spread(scale, product.shape, 0) * spread(norm, product.shape, 1)
+            product = product * spread(own_scale, product.shape, 0)
+            product = product * spread(other_scale, product.shape, 1)
             scratch_ref[:, pl.ds(step * block, block)] = product
 
     steps = (first + rows - 1) // block + 1  # ancestors come first
@@ -116,6 +114,7 @@ def gdn_paths(
     log_decay: jax.Array,
     beta: jax.Array,
     path: jax.Array,
+    scales: gdn_wy.GdnScales,
     *,
     interpret: bool,
 ) -> Paths:
@@ -125,6 +124,7 @@ def gdn_paths(
     group, places = heads // key_heads, dispatch.lanes_for(width)
     block = min(_BLOCK, dispatch.lanes_for(nodes))
     key_rows = pl.BlockSpec((None, nodes, None, key_dim), lambda i, h, b: (b, 0, h, 0))
+    scale = pl.BlockSpec((None, nodes, None), lambda i, h, b: (b, 0, h))
     numbers = pl.BlockSpec((None, nodes, group), lambda i, h, b: (b, 0, h))
     table = jax.ShapeDtypeStruct((slots, heads, nodes, places), jnp.float32)
     of_head = pl.BlockSpec((None, group, nodes, places), lambda i, h, b: (b, h, 0, 0))
@@ -138,6 +138,8 @@ def gdn_paths(
         in_specs=[
             key_rows,
             key_rows,
+            scale,
+            scale,
             numbers,
             numbers,
             pl.BlockSpec((None, nodes, width), lambda i, h, b: (b, 0, 0)),
@@ -147,5 +149,5 @@ def gdn_paths(
         compiler_params=pltriton.CompilerParams(num_warps=8, num_stages=1),
         interpret=interpret,
         name="gdn_pairs",
-    )(query, key, log_decay, beta, path)
+    )(query, key, scales.query, scales.key, log_decay, beta, path)
     return Paths(lower, weight)

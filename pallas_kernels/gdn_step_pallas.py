@@ -79,8 +79,8 @@ def _step_kernel(
     beta = jax.lax.logistic(jnp.sum(beta))
     decay = log_decay_of(jnp.sum(decay), log_rate, time_bias)
     decay = jnp.exp(jnp.maximum(decay, gdn_wy.LEAST_LOG_DECAY))
-    key = key * jax.lax.rsqrt(jnp.sum(key * key) + gdn_wy.EPS)
-    query = query * (jax.lax.rsqrt(jnp.sum(query * query) + gdn_wy.EPS) * key_dim**-0.5)
+    key = key * gdn_wy.inverse_norm(key)
+    query = query * (gdn_wy.inverse_norm(query) * key_dim**-0.5)
     column = spread(key, shape, 0)
     seen = jnp.sum(state * column, axis=0) * decay
     asked = jnp.sum(state * spread(query, shape, 0), axis=0) * decay

@@ -32,6 +32,7 @@ def gdn_tree(
     state: Float32[Array, "B Hv Dk Dv"],
     path: Int32[Array, "B T R"],
     *,
+    scales: gdn_wy.GdnScales | None = None,
     implementation: dispatch.Implementation | None = None,
 ) -> GdnNodes:
     """The gated delta rule from `state` along every path of the tree at once.
@@ -49,6 +50,8 @@ def gdn_tree(
       path: node indices from a node's first ancestor on down to itself, then -1. Nodes come after
         their ancestors, and a path's beginning is the path of what it ends at. A padding node that
         has itself alone is inert.
+      scales: of these rows, as `gdn_heads` gives them; None: the op finds them. Only the kernel
+        reads them.
       implementation: None, "xla" (the WY form in jnp) or "pallas", see `dispatch.choose`.
 
     Raises:
@@ -58,12 +61,12 @@ def gdn_tree(
     Source: Gated DeltaNet, arXiv 2412.06464, in the WY form of arXiv 2406.06484 with the causal
       mask replaced by the ancestors.
     """
-    _check(query, key, value, log_decay, beta, state, path)
+    _check(query, key, value, log_decay, beta, state, path, scales)
     chosen = _choose("gdn_tree", implementation, key, value.shape[3], path.shape[2])
     arguments = (query, key, value, log_decay, beta, state, path)
     if chosen == "xla":
         return GdnNodes(*gdn_wy.tree(*arguments))
-    return GdnNodes(*gdn_tree_pallas.gdn_tree(*arguments, interpret=dispatch.interpret()))
+    return GdnNodes(*gdn_tree_pallas.gdn_tree(*arguments, scales, interpret=dispatch.interpret()))
 
 
 def definition(
@@ -194,6 +197,7 @@ def _check(
     beta: jax.Array,
     state: jax.Array,
     path: jax.Array,
+    scales: gdn_wy.GdnScales | None,
 ) -> None:
     if key.ndim != 4 or value.ndim != 4 or key.shape[1] < 1:
         raise ValueError(
@@ -214,6 +218,10 @@ def _check(
         "state": (state, (slots, heads, key_dim, value_dim), jnp.float32),
         "path": (path, (slots, nodes, *path.shape[2:3]), jnp.int32),
     }
+    if scales is not None:
+        shapes = ((slots, nodes, size) for size in (key_heads, key_heads, heads))
+        for name, array, shape in zip(scales._fields, scales, shapes, strict=True):
+            expected[f"scales.{name}"] = (array, shape, jnp.float32)
     for name, (array, shape, dtype) in expected.items():
         if array.shape != shape or array.dtype != dtype:
             raise ValueError(

@@ -60,9 +60,10 @@ def _meet_kernel(
     query_ref,  # [T, Dk], strided
     key_ref,  # [T, Dk], strided
     value_ref,  # [T, tile], strided
-    decay_ref,  # float32 [T], strided: log-decays
-    beta_ref,  # float32 [T], strided
-    path_ref,  # int32 [T, R]
+    beta_ref,  # float32 [T], strided, as the next three: of `GdnScales`
+    query_scale_ref,  # float32 [T]
+    key_scale_ref,  # float32 [T]
+    from_prefix_ref,  # float32 [T]: E
     state_ref,  # float32 [Dk, tile]
     wanted_ref,  # float32 [T, tile], out: right-hand sides
     prefix_ref,  # float32 [T, tile], out: what outputs have of the prefix
@@ -71,23 +72,22 @@ def _meet_kernel(
     step: int,
     rounded: bool,
 ):
-    """A block of nodes meets the state, of which nothing depends on other nodes but E."""
+    """A block of nodes meets the state, of which nothing depends on other nodes."""
     (nodes, tile), blocks = value_ref.shape, dispatch.ceil_div(value_ref.shape[0], size)
     key_dim, shape = key_ref.shape[1], (size, tile)
     node = pl.program_id(2) % blocks * size + jax.lax.iota(jnp.int32, size)
     index = spread(node, shape, 0), jax.lax.broadcasted_iota(jnp.int32, shape, 1)
-    # What the loop does not wait for; log-decays, which wait for the path, come after it.
+    # Before the loop, which does not wait for them.
     values = pltriton.load(value_ref.at[index], mask=index[0] < nodes, other=0.0)
-    beta = pltriton.load(beta_ref.at[node], mask=node < nodes, other=0.0)
-    lanes = (size, dispatch.lanes_for(path_ref.shape[1]))
-    row, place = spread(node, lanes, 0), jax.lax.broadcasted_iota(jnp.int32, lanes, 1)
-    inside = (row < nodes) & (place < path_ref.shape[1])
-    path = pltriton.load(path_ref.at[row, place], mask=inside, other=-1)
+    beta, query_scale, key_scale, from_prefix = (
+        pltriton.load(ref.at[node], mask=node < nodes, other=0.0)
+        for ref in (beta_ref, query_scale_ref, key_scale_ref, from_prefix_ref)
+    )
     part = (size, step)
     row, column = spread(node, part, 0), jax.lax.broadcasted_iota(jnp.int32, part, 1)
 
     def add(number, sums):
-        known, prefix, key_square, query_square = sums
+        known, prefix = sums
         first = number * step
         state = state_ref[pl.ds(first, step), :]
         keys, queries = (
@@ -97,26 +97,18 @@ def _meet_kernel(
         terms = terms_for(state, keys.dtype)
         known = exact_dot(keys, terms, known)
         # What only the output needs may be rounded where the output is rounded to bfloat16.
-        prefix = exact_dot(queries, terms[:2] if rounded else terms, prefix)
-        wide, wide_query = keys.astype(jnp.float32), queries.astype(jnp.float32)
-        key_square = key_square + jnp.sum(wide * wide, axis=1)
-        query_square = query_square + jnp.sum(wide_query * wide_query, axis=1)
-        return known, prefix, key_square, query_square
+        return known, exact_dot(queries, terms[:2] if rounded else terms, prefix)
 
-    product, square = jnp.zeros(shape, jnp.float32), jnp.zeros((size,), jnp.float32)
-    known, prefix, key_square, query_square = jax.lax.fori_loop(
-        jnp.int32(0), jnp.int32(key_dim // step), add, (product, product, square, square)
+    product = jnp.zeros(shape, jnp.float32)
+    steps = jnp.int32(key_dim // step)
+    known, prefix = jax.lax.fori_loop(jnp.int32(0), steps, add, (product, product))
+    wanted = values.astype(jnp.float32) - spread(key_scale * from_prefix, shape, 0) * known
+    wanted, prefix = (
+        x * spread(scale, shape, 0)
+        for x, scale in ((wanted, beta), (prefix, query_scale * from_prefix))
     )
-    decay = pltriton.load(decay_ref.at[jnp.where(path >= 0, path, 0)], mask=path >= 0, other=0.0)
-    from_prefix = jnp.exp(jnp.sum(jnp.maximum(decay, gdn_wy.LEAST_LOG_DECAY), axis=1))
-    known_scale = beta * jax.lax.rsqrt(key_square + gdn_wy.EPS) * from_prefix
-    query_scale = jax.lax.rsqrt(query_square + gdn_wy.EPS) * key_dim**-0.5 * from_prefix
-    values = spread(beta, shape, 0) * values.astype(jnp.float32)
-    wanted = values - spread(known_scale, shape, 0) * known
     pltriton.store(wanted_ref.at[index], wanted, mask=index[0] < nodes)
-    pltriton.store(
-        prefix_ref.at[index], prefix * spread(query_scale, shape, 0), mask=index[0] < nodes
-    )
+    pltriton.store(prefix_ref.at[index], prefix, mask=index[0] < nodes)
 
 
 def _up_kernel(
@@ -179,6 +171,7 @@ def gdn_tree(
     beta: jax.Array,
     state: jax.Array,
     path: jax.Array,
+    scales: gdn_wy.GdnScales | None = None,
     *,
     interpret: bool,
     config: Config | None = None,
@@ -186,8 +179,10 @@ def gdn_tree(
     """Out and update, each [B, T, Hv, Dv], as `gdn_tree.definition` gives them."""
     if config is None:
         config = default_config(*value.shape)
-    paths = gdn_paths(query, key, log_decay, beta, path, interpret=interpret)
-    given = query, key, value, log_decay, beta, path, state
+    if scales is None:
+        scales = gdn_wy.scales(query, key, log_decay, path)
+    paths = gdn_paths(query, key, log_decay, beta, path, scales, interpret=interpret)
+    given = query, key, value, beta, scales, state
     wanted, prefix = _meet(*given, config=config, interpret=interpret)
     return _up(wanted, prefix, path, paths, dtype=value.dtype, interpret=interpret)
 
@@ -196,9 +191,8 @@ def _meet(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    log_decay: jax.Array,
     beta: jax.Array,
-    path: jax.Array,
+    scales: gdn_wy.GdnScales,
     state: jax.Array,
     *,
     config: Config,
@@ -213,6 +207,7 @@ def _meet(
         (None, nodes, None, key_dim), lambda i, h, b: (b // blocks, 0, h // group, 0)
     )
     value_rows = pl.BlockSpec((None, nodes, None, tile), lambda i, h, b: (b // blocks, 0, h, i))
+    key_numbers = pl.BlockSpec((None, nodes, None), lambda i, h, b: (b // blocks, 0, h // group))
     numbers = pl.BlockSpec((None, nodes, None), lambda i, h, b: (b // blocks, 0, h))
     wanted, prefix = pl.pallas_call(
         functools.partial(
@@ -227,8 +222,9 @@ def _meet(
             key_rows,
             value_rows,
             numbers,
+            key_numbers,
+            key_numbers,
             numbers,
-            pl.BlockSpec((None, nodes, path.shape[2]), lambda i, h, b: (b // blocks, 0, 0)),
             pl.BlockSpec((None, None, key_dim, tile), lambda i, h, b: (b // blocks, h, 0, i)),
         ],
         out_specs=[value_rows] * 2,
@@ -238,7 +234,7 @@ def _meet(
         ),
         interpret=interpret,
         name="gdn_meet",
-    )(query, key, value, log_decay, beta, path, state)
+    )(query, key, value, beta, *scales, state)
     return wanted, prefix
 
 

@@ -7,6 +7,7 @@ and out = diag(E) Q S_0 + (D o Q K^T) U. Updates and states feed later rounds: a
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +18,39 @@ LEAST_LOG_DECAY = -120.0  # exp of it is 0 in float32
 _UNIT = 2.0**-8  # of the coarse part of a log-decay: sums up to 2**16 of it are exact
 
 
+class GdnScales(NamedTuple):
+    """What `gdn_tree` needs to know of a node before it meets the state: query, sqrt(Dk) times its
+    norm, inverted; key, the inverse of its norm; from_prefix, E: the decay from the prefix on."""
+
+    query: Float32[Array, "B T Hk"]
+    key: Float32[Array, "B T Hk"]
+    from_prefix: Float32[Array, "B T Hv"]
+
+
+def inverse_norm(x: Float[Array, "*shape D"]) -> Float32[Array, "*shape"]:
+    """1 / sqrt(sum of squares + 1e-6) over the last axis; also inside kernels."""
+    wide = x.astype(jnp.float32)
+    return jax.lax.rsqrt(jnp.sum(wide * wide, axis=-1) + EPS)
+
+
 def normalise(x: Float[Array, "*shape D"]) -> Float32[Array, "*shape D"]:
     """x / sqrt(sum of squares + 1e-6) over the last axis, float32."""
-    wide = x.astype(jnp.float32)
-    return wide * jax.lax.rsqrt(jnp.sum(jnp.square(wide), axis=-1, keepdims=True) + EPS)
+    return x.astype(jnp.float32) * inverse_norm(x)[..., None]
+
+
+def scales(
+    query: Float[Array, "B T Hk Dk"],
+    key: Float[Array, "B T Hk Dk"],
+    log_decay: Float32[Array, "B T Hv"],
+    path: Int32[Array, "B T R"],
+) -> GdnScales:
+    """`GdnScales` of what `gdn_tree` is given."""
+    slots, nodes, depths = path.shape
+    index = jnp.maximum(path, 0).reshape(slots, nodes * depths, 1)
+    decays = jnp.take_along_axis(jnp.maximum(log_decay, LEAST_LOG_DECAY), index, axis=1)
+    decays = decays.reshape(slots, nodes, depths, -1)
+    total = jnp.sum(jnp.where(path[..., None] >= 0, decays, 0.0), axis=2)
+    return GdnScales(inverse_norm(query) * key.shape[3] ** -0.5, inverse_norm(key), jnp.exp(total))
 
 
 def split_decay(log_decay: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -257,9 +257,10 @@ def test_recurrent_layer_is_its_definition(nodes, slots):
         window = tree_window(tree, lengths, 4)
         given = gdn_heads(
             parts, before, kernel, window, *rates,
-            num_key_heads=keys, key_dim=dim, implementation=kernels,
+            num_key_heads=keys, key_dim=dim, path=paths, implementation=kernels,
         )  # fmt: skip
-        out, update = gdn_tree(*given[:5], state, paths, implementation=kernels)
+        told = {"scales": given.scales, "implementation": kernels}
+        out, update = gdn_tree(*given[:5], state, paths, **told)
         normed = gated_norm(
             out, parts, jnp.ones(dim), start=channels, eps=1e-6, implementation=kernels
         )

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Float, Float32, Int, Int32
 
 from ddtree_jax.config import HybridConfig, TargetConfig
 from ddtree_jax.models.layers import Implementation, fan_in_normal
@@ -45,9 +45,10 @@ def heads_of(
     rows: GdnRows,
     before: Float[Array, "B N Ck"],
     window: Int[Array, "B R W"],
+    path: Int32[Array, "B R A"] | None = None,
     implementation: Implementation = None,
 ) -> GdnHeads:
-    """What the recurrence reads; before and window as in `gdn_heads`."""
+    """What the recurrence reads; before, window and path as in `gdn_heads`."""
     return gdn_heads(
         rows.parts,
         before,
@@ -57,6 +58,7 @@ def heads_of(
         rows.time_bias,
         num_key_heads=config.num_key_heads,
         key_dim=config.key_dim,
+        path=path,
         implementation=implementation,
     )
 
