@@ -70,10 +70,8 @@ def gdn_heads(
     unsupported = gdn_heads_pallas.unsupported(before.dtype, key_dim, kernel.shape[1] - 2 * keys)
     if dispatch.choose("gdn_heads", implementation, unsupported) == "xla":
         return definition(*arguments, **sizes, path=path)
-    *rows, scales = gdn_heads_pallas.gdn_heads(
-        *arguments, path, **sizes, interpret=dispatch.interpret()
-    )
-    return _heads(*rows, num_key_heads=num_key_heads)._replace(scales=scales)
+    out = gdn_heads_pallas.gdn_heads(*arguments, path, **sizes, interpret=dispatch.interpret())
+    return _heads(*out, num_key_heads=num_key_heads)
 
 
 def definition(
@@ -105,7 +103,7 @@ def definition(
     keys = num_key_heads * key_dim
     cut = jnp.split(convolved, [keys, 2 * keys], axis=-1)
     beta = jax.nn.sigmoid(beta)
-    heads = _heads(*cut, log_decay, beta, mixed, num_key_heads=num_key_heads)
+    heads = _heads(*cut, log_decay, beta, mixed, None, num_key_heads=num_key_heads)
     if path is None:
         return heads
     return heads._replace(scales=gdn_wy.scales(heads.query, heads.key, log_decay, path))
@@ -172,17 +170,18 @@ def _heads(
     log_decay: jax.Array,
     beta: jax.Array,
     mixed: jax.Array,
+    scales: gdn_wy.GdnScales | None,
     *,
     num_key_heads: int,
 ) -> GdnHeads:
-    """Columns cut into heads; without scales."""
+    """Columns cut into heads."""
 
     def cut(x: jax.Array, heads: int) -> jax.Array:
         return x.reshape(*x.shape[:2], heads, -1)
 
     heads = log_decay.shape[2]
     of_keys = cut(query, num_key_heads), cut(key, num_key_heads)
-    return GdnHeads(*of_keys, cut(value, heads), log_decay, beta, mixed, None)
+    return GdnHeads(*of_keys, cut(value, heads), log_decay, beta, mixed, scales)
 
 
 def check_heads(

@@ -68,8 +68,8 @@ def _rates(
     line: jax.Array,
     dtype: jnp.dtype,
 ) -> None:
-    """Decays and betas of some heads; a row asks each row of its path itself how it decays, for no
-    program waits for another."""
+    """Decays and betas of the rows `line` and the program's heads; refs as in `_heads_kernel`. No
+    program waits for another, so a row finds the decay of each row on its path itself."""
     (rows, columns), heads = parts_ref.shape[1:], log_rate_ref.shape[0]
     shape = (line.shape[0], _HEADS)
     row, head = spread(line, shape, 0), jax.lax.broadcasted_iota(jnp.int32, shape, 1)
