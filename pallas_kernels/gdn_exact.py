@@ -17,8 +17,11 @@ def terms_for(x: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, ...]:
         return (x,)
     terms = []
     for _ in range(3):
-        terms.append(x.astype(jnp.bfloat16))
-        x = x - terms[-1].astype(jnp.float32)
+        # The upper half of the bits, as they are: rounding would take the GPU's slow converter.
+        bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+        upper = (bits >> 16).astype(jnp.uint16)
+        terms.append(jax.lax.bitcast_convert_type(upper, jnp.bfloat16))
+        x = x - jax.lax.bitcast_convert_type(bits & jnp.uint32(0xFFFF0000), jnp.float32)
     return tuple(terms)
 
 

@@ -18,6 +18,7 @@ from pallas_kernels.dispatch import spread
 from pallas_kernels.gdn_exact import exact_dot, terms_for
 from pallas_kernels.gdn_paths_pallas import Paths, gdn_paths
 
+_WARP = 32
 _STEPS = 4  # places of a path whose loads go together
 _MOST_DEPTHS = 64  # a program holds a path against itself
 _ONE_WAVE = 528  # programs of `gdn_meet` that run side by side, four a multiprocessor
@@ -51,8 +52,9 @@ def unsupported(dtype: jnp.dtype, key_dim: int, value_dim: int, depths: int = 1)
     """Why the kernels cannot take these arguments, or None. depths: nodes of the longest path."""
     if depths > _MOST_DEPTHS:
         return f"a path must have at most {_MOST_DEPTHS} nodes, got room for {depths}"
+    # `_up_kernel` gives each lane of a warp at most four value dims, which Triton loads as one.
     return dispatch.unsupported_size(dtype, "key dim", key_dim, 256) or dispatch.unsupported_size(
-        dtype, "value dim", value_dim, 256
+        dtype, "value dim", value_dim, 4 * _WARP
     )
 
 
@@ -111,6 +113,24 @@ def _meet_kernel(
     pltriton.store(prefix_ref.at[index], prefix, mask=index[0] < nodes)
 
 
+def _entry(parts: list[jax.Array], place: jax.Array, interpret: bool) -> jax.Array:
+    """Entry `place` of a vector in parts of a warp's length, an entry a lane; in every lane."""
+    if interpret:
+        return jnp.full((_WARP,), jnp.concatenate(parts)[place])
+    found = None
+    for number, part in enumerate(parts):
+        kind = "f" if part.dtype == jnp.float32 else "r"
+        (entry,) = pltriton.elementwise_inline_asm(
+            "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;",  # reads place modulo 32
+            args=[part, jnp.full((_WARP,), place)],
+            constraints=f"={kind},{kind},r",
+            pack=1,
+            result_shape_dtypes=[jax.ShapeDtypeStruct(part.shape, part.dtype)],
+        )
+        found = entry if found is None else jnp.where(place < number * _WARP, found, entry)
+    return found
+
+
 def _up_kernel(
     wanted_ref,  # float32 [T, Dv], strided
     prefix_ref,  # float32 [Dv]
@@ -119,15 +139,33 @@ def _up_kernel(
     weight_ref,  # float32 [A]
     out_ref,  # [Dv], out
     update_ref,  # float32 [Dv], out
+    *,
+    interpret: bool,
 ):
     """x (I + L) = e and y (I + L) = w along a node's path, from the node up to the root; an entry
     of x or y, once known, weighs its ancestor's right-hand side."""
-    (places,), depths = weight_ref.shape, path_ref.shape[1]
-    node, column = pl.program_id(0), jax.lax.iota(jnp.int32, places)
-    path = pltriton.load(path_ref.at[node, column], mask=column < depths, other=-1)
-    deepest = jnp.max(jnp.where(path >= 0, column, 0))
-    of_update, of_out = jnp.where(path == node, 1.0, 0.0), weight_ref[...]
-    update, out = jnp.zeros(wanted_ref.shape[1:], jnp.float32), prefix_ref[...]
+    (places,), value_dim = weight_ref.shape, wanted_ref.shape[1]
+    node, lane = pl.program_id(0), jax.lax.iota(jnp.int32, _WARP)
+    columns = [first + lane for first in range(0, places, _WARP)]
+    shape = (_WARP, dispatch.ceil_div(value_dim, _WARP))
+    element = [jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1)]
+    element = element[0] * shape[1] + element[1]
+    inside = element < value_dim if value_dim < _WARP else None
+
+    def load_line(ref, *index, other=0.0):
+        """A line of ref, in parts of a warp's length."""
+        size = ref.shape[-1]
+        return [
+            pltriton.load(ref.at[*index, column], mask=column < size, other=other)
+            for column in columns
+        ]
+
+    path = load_line(path_ref, jnp.full((_WARP,), node, jnp.int32), other=-1)
+    known = [jnp.where(part >= 0, c, 0) for part, c in zip(path, columns, strict=True)]
+    deepest = jnp.max(functools.reduce(jnp.maximum, known))
+    of_update = [jnp.where(part == node, 1.0, 0.0) for part in path]
+    of_out = load_line(weight_ref)
+    update, out = jnp.zeros(shape, jnp.float32), pltriton.load(prefix_ref.at[element], mask=inside)
 
     def up(step, carry):
         of_update, of_out, update, out = carry
@@ -135,21 +173,23 @@ def _up_kernel(
         loaded = []
         for number in range(_STEPS):
             # Below the node all weights are 0, so that any row will do.
-            place = jnp.minimum(first + number, depths - 1)
-            ancestor = jnp.maximum(path_ref[node, place], 0)
-            loaded.append((lower_ref[ancestor, :], wanted_ref[ancestor, :]))
+            ancestor = jnp.maximum(_entry(path, first + number, interpret), 0)
+            row = wanted_ref.at[spread(ancestor, shape, 0), element]
+            loaded.append((load_line(lower_ref, ancestor), pltriton.load(row, mask=inside)))
         for number in reversed(range(_STEPS)):
             # Of this place, the last to be known; L of an ancestor has entries above it alone.
-            own, (lower, wanted) = column == first + number, loaded[number]
-            x, y = (jnp.sum(jnp.where(own, weights, 0.0)) for weights in (of_update, of_out))
-            of_update, of_out = of_update - x * lower, of_out - y * lower
-            update, out = update + x * wanted, out + y * wanted
+            lower, wanted = loaded[number]
+            x, y = (_entry(weights, first + number, interpret) for weights in (of_update, of_out))
+            of_update = [old - x * part for old, part in zip(of_update, lower, strict=True)]
+            of_out = [old - y * part for old, part in zip(of_out, lower, strict=True)]
+            update = update + spread(x, shape, 0) * wanted
+            out = out + spread(y, shape, 0) * wanted
         return of_update, of_out, update, out
 
     steps = deepest // _STEPS + 1
     found = jax.lax.fori_loop(jnp.int32(0), steps, up, (of_update, of_out, update, out))
-    update_ref[...] = found[2]
-    out_ref[...] = found[3].astype(out_ref.dtype)
+    pltriton.store(update_ref.at[element], found[2], mask=inside)
+    pltriton.store(out_ref.at[element], found[3].astype(out_ref.dtype), mask=inside)
 
 
 def default_config(slots: int, nodes: int, heads: int, value_dim: int) -> Config:
@@ -252,7 +292,7 @@ def _up(
     places = paths.weight.shape[3]
     row = pl.BlockSpec((None, None, None, value_dim), lambda i, h, b: (b, i, h, 0))
     out, update = pl.pallas_call(
-        _up_kernel,
+        functools.partial(_up_kernel, interpret=interpret),
         grid=(nodes, heads, slots),
         in_specs=[
             pl.BlockSpec((None, nodes, None, value_dim), lambda i, h, b: (b, 0, h, 0)),

@@ -274,6 +274,34 @@ def test_recurrent_layer_is_its_definition(nodes, slots):
         assert float(jnp.linalg.norm(ours - theirs) / jnp.linalg.norm(theirs)) < 1e-2
 
 
+@pytest.mark.parametrize("value_dim", [16, 32, 64])
+@pytest.mark.parametrize("nodes", [30, 60])
+def test_a_tree_s_recurrence_is_its_definition_with_other_value_dims(nodes, value_dim):
+    """Paths of less and of more than a warp's length, with fewer value dims than 128."""
+    rng = np.random.default_rng(nodes)
+    depth = nodes - 8
+    path = np.full((1, nodes, depth), -1, np.int32)
+    for node in range(nodes):  # a chain, and leaves under its nodes
+        above = range(node) if node < depth else range(int(rng.integers(depth)))
+        path[0, node, : len(above) + 1] = [*above, node]
+    key_rows, decay = (1, nodes, 2, 32), -jnp.abs(normal(rng, 1, nodes, 4, dtype=jnp.float32))
+    arguments = (
+        normal(rng, *key_rows, dtype=jnp.float32),
+        normal(rng, *key_rows, dtype=jnp.float32),
+        normal(rng, 1, nodes, 4, value_dim, dtype=jnp.float32),
+        decay,
+        jax.nn.sigmoid(normal(rng, 1, nodes, 4, dtype=jnp.float32)),
+        normal(rng, 1, 4, 32, value_dim, dtype=jnp.float32),
+        jnp.asarray(path),
+    )
+    found, wanted = (
+        jax.jit(gdn_tree, static_argnames="implementation")(*arguments, implementation=kernels)
+        for kernels in ("pallas", "xla")
+    )
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert float(jnp.linalg.norm(ours - theirs) / jnp.linalg.norm(theirs)) < 1e-5
+
+
 @pytest.mark.parametrize("heads", [32, 48])
 @pytest.mark.parametrize("slots", [1, 4])
 def test_a_token_of_a_recurrent_layer_is_its_definition(slots, heads):
