@@ -81,10 +81,10 @@ def force(pattern: tuple[int, ...], rows: int) -> Callable[[Tree, Walk, jax.Arra
                 path,
             )
             node = jnp.where(node >= 0, tree.parent[slot, jnp.maximum(node, 0)], -1)
-        # As a real walk, this one is not known before the target's logits are: without a barrier
-        # XLA would move commits in between the layers.
-        path, count, _ = jax.lax.optimization_barrier((path, depth + 1, walk))
-        return walk._replace(path=path, count=count)
+        # As a real walk, this one is not known before the target's logits are: else XLA may commit
+        # a layer's rows before the next layer runs.
+        path = jnp.where(walk.count[:, None] >= 0, path, -1)
+        return walk._replace(path=path, count=depth + 1)
 
     return forced
 

@@ -47,7 +47,7 @@ CASES = {
 def test_kernel_is_its_definition(name, dtype):
     arrays, options = arguments(**CASES[name], dtype=dtype)
     got = jax.jit(lambda a: gdn_step(**a, **options, implementation="pallas"))(arrays)
-    wanted = definition(**arrays, **options)
+    wanted = jax.jit(lambda a: definition(**a, **options))(arrays)
     # The convolved rows are rounded to bfloat16 once in the kernel, several times in jnp.
     loose = 3e-2 if dtype == jnp.bfloat16 else 2e-5
     squares = (of.squares.sum(axis=3, keepdims=True) for of in (got, wanted))

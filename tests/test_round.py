@@ -1,6 +1,7 @@
 """The round on tiny random models: what a node sees, what a walk keeps, what commit leaves."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -123,8 +124,14 @@ def test_each_node_scores_as_its_path_alone(target, prefilled, seed):
     rng = np.random.default_rng(seed)
     candidates = candidates_around(rng.integers(0, VOCAB, DEPTH), rng, 3)
     plan = plan_of("ddtree", tree_budget=20)
-    tree = build(candidates, prefilled.root, plan)
-    verified = verify(target, prefilled.target, tree, prefilled.lengths, DRAFT.tap_layers, plan)
+
+    @jax.jit
+    def score(candidates):
+        tree = build(candidates, prefilled.root, plan)
+        taps = DRAFT.tap_layers
+        return tree, verify(target, prefilled.target, tree, prefilled.lengths, taps, plan)
+
+    tree, verified = score(candidates)
     tokens, parents = np.asarray(tree.token)[0], np.asarray(tree.parent)[0]
     assert tree.valid.all()
     for node in range(tokens.size):
@@ -144,13 +151,17 @@ def test_branches_are_followed_and_their_rows_committed(target, drafter, prefill
     plan = plan_of("ddtree", tree_budget=120)
     assert emitted == truth[:1]
     lengths = []
-    while len(emitted) + DEPTH < len(truth):
-        ahead = truth[len(emitted) : len(emitted) + DEPTH]
-        candidates = candidates_around(ahead, rng, 3)
+
+    @jax.jit
+    def play(state, candidates):
         tree = build(candidates, state.root, plan)
         verified = verify(target, state.target, tree, state.lengths, DRAFT.tap_layers, plan)
         walk = accept(verified.logits, tree, state.lengths, state.requests, plan, "greedy")
-        state, round_tokens = commit(state, tree, verified.rows, walk)
+        return commit(state, tree, verified.rows, walk)
+
+    while len(emitted) + DEPTH < len(truth):
+        ahead = truth[len(emitted) : len(emitted) + DEPTH]
+        state, round_tokens = play(state, candidates_around(ahead, rng, 3))
         count = int(round_tokens.count[0])
         emitted += np.asarray(round_tokens.token)[0, :count].tolist()
         lengths.append(int(round_tokens.accepted[0]))
@@ -234,10 +245,10 @@ def test_output_distribution_of_a_tree_is_the_exact_one(target, drafter):
 
 
 def oracle_log_probs(target, drafter, tokens):
-    """Log-probs [J, V] of the block after tokens[-1], without any cache."""
+    """Log-probs [1, J, V] of the block after tokens[-1], without any cache."""
     context, size = tokens[:-1], DRAFT.block_size
     positions = jnp.arange(len(context), dtype=jnp.int32)[None]
-    rows = target(jnp.array([context], jnp.int32), positions, causal_attend, DRAFT.tap_layers)
+    rows = target(context[None], positions, causal_attend, DRAFT.tap_layers)
     keys, values = drafter.context_rows(rows.features, positions)
     place = len(context) + np.arange(size)
 
@@ -254,10 +265,11 @@ def oracle_log_probs(target, drafter, tokens):
         weight = jax.nn.softmax(jnp.where(seen[None, None], score, -1e30), axis=-1)
         return jnp.einsum("bnqk,bknh->bqnh", weight, values_all)
 
-    embed = target.embed(jnp.array([[tokens[-1], DRAFT.mask_token_id]], jnp.int32))[0]
+    mask = jnp.int32(DRAFT.mask_token_id)
+    embed = target.embed(jnp.stack([tokens[-1], mask])[None])[0]
     block = drafter.block_embeddings(embed[:1], embed[1])
     hidden = drafter(block, jnp.array(place, jnp.int32)[None], attend)
-    return np.asarray(jax.nn.log_softmax(target.logits(hidden[:, 1:]), axis=-1))[0]
+    return jax.nn.log_softmax(target.logits(hidden[:, 1:]), axis=-1)
 
 
 @pytest.mark.parametrize("rounds", [0, 3])
@@ -270,17 +282,17 @@ def test_draft_sees_all_committed_rows_within_its_windows(target, drafter, round
         (progress,) = engine.step()
         tokens += [token for entry in progress.rounds for token in entry.tokens]
     state = engine._state
-    candidates, _ = draft(
-        target,
-        drafter,
-        state.draft,
-        state.pending,
-        state.root,
-        state.lengths,
-        dataclasses.replace(engine.plan, candidate_count=VOCAB),
-    )
+    plan = dataclasses.replace(engine.plan, candidate_count=VOCAB)
+
+    @jax.jit
+    def drafted(state):
+        given = state.draft, state.pending, state.root, state.lengths
+        return draft(target, drafter, *given, plan)[0]
+
+    candidates = drafted(state)
     engine.abort(number)
-    expected = oracle_log_probs(target, drafter, tokens)
+    oracle = jax.jit(functools.partial(oracle_log_probs, target, drafter))
+    expected = np.array(oracle(jnp.array(tokens, jnp.int32)))[0]
     got = np.zeros_like(expected)
     np.put_along_axis(got, np.asarray(candidates.token)[0], candidates.log_prob[0], axis=1)
     np.testing.assert_allclose(got, expected, atol=2e-4)

@@ -38,8 +38,12 @@ def _target(seed: int = 0):
 
 
 def _logits(model, tokens):
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
-    return model.logits(model(tokens, positions, training.causal_attend("xla")).hidden)
+    @jax.jit
+    def run(tokens):
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
+        return model.logits(model(tokens, positions, training.causal_attend("xla")).hidden)
+
+    return run(tokens)
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +130,9 @@ def test_gradients_of_product_and_lookup_are_the_usual_ones():
 def test_generation_equals_a_pass_without_a_cache():
     _, _, model = _target()
     prompts, start = left_padded([[5, 9, 12], [7, 3, 8, 44, 2, 10]], 6)
-    tokens = generate(model, prompts, start, jnp.zeros(2), jax.random.key(0), 5)
+    tokens = jax.jit(lambda *given: generate(model, *given, count=5))(
+        prompts, start, jnp.zeros(2), jax.random.key(0)
+    )
     for row in range(2):
         text = tokens[row : row + 1, int(start[row]) :]
         best = jnp.argmax(_logits(model, text)[0], axis=-1)
@@ -140,23 +146,30 @@ def test_block_equals_a_drafter_call_with_its_context():
     tokens = jax.random.randint(jax.random.key(1), (1, 24), 2, 4096)
     start, root = jnp.asarray([4], jnp.int32), 15
     texts = Texts(tokens, start, jnp.asarray([24], jnp.int32), jnp.zeros(1))
-    features = train_drafter.run_target(target, texts, draft.tap_layers).features
     embedding = target.embedding[...]
     anchors = jnp.asarray([[9, root]], jnp.int32)
-    found = train_drafter.draft_hidden(drafter, embedding, features, texts, anchors)[0, 1]
 
-    positions = jnp.arange(root - 4)[None]
-    keys, values = drafter.context_rows(features[:, 4:root], positions)
+    @jax.jit
+    def trained(texts):
+        features = train_drafter.run_target(target, texts, draft.tap_layers).features
+        hidden = train_drafter.draft_hidden(drafter, embedding, features, texts, anchors)
+        return features, hidden[0, 1]
 
-    def attend(index, query, key, value):
-        key = jnp.concatenate([keys[index], key], axis=1)
-        value = jnp.concatenate([values[index], value], axis=1)
-        visible = jnp.ones((1, query.shape[1], key.shape[1]), bool)
-        return training.masked_attention(query, key, value, visible)
+    @jax.jit
+    def called(features):
+        keys, values = drafter.context_rows(features[:, 4:root], jnp.arange(root - 4)[None])
 
-    block = drafter.block_embeddings(embedding[tokens[:, root]], embedding[1])
-    expected = drafter(block, root - 4 + jnp.arange(16)[None], attend)[0]
-    np.testing.assert_allclose(found, expected, atol=1e-5)
+        def attend(index, query, key, value):
+            key = jnp.concatenate([keys[index], key], axis=1)
+            value = jnp.concatenate([values[index], value], axis=1)
+            visible = jnp.ones((1, query.shape[1], key.shape[1]), bool)
+            return training.masked_attention(query, key, value, visible)
+
+        block = drafter.block_embeddings(embedding[tokens[:, root]], embedding[1])
+        return drafter(block, root - 4 + jnp.arange(16)[None], attend)[0]
+
+    features, found = trained(texts)
+    np.testing.assert_allclose(found, called(features), atol=1e-5)
 
 
 def test_soft_labels_are_expected_embeddings():
@@ -164,8 +177,13 @@ def test_soft_labels_are_expected_embeddings():
     tokens = jax.random.randint(jax.random.key(1), (2, 12), 2, 4096)
     zeros = jnp.zeros(2, jnp.int32)
     texts = Texts(tokens, zeros, zeros + 12, jnp.asarray([0.0, 1.0]))
-    hidden = train_drafter.run_target(target, texts, ()).hidden
-    rows = train_drafter.expected_embeddings(target, hidden, texts, 5)
+
+    @jax.jit
+    def expected(texts):
+        hidden = train_drafter.run_target(target, texts, ()).hidden
+        return train_drafter.expected_embeddings(target, hidden, texts, 5)
+
+    rows = expected(texts)
     embedding = target.embedding[...]
     np.testing.assert_allclose(rows[0], embedding[tokens[0, 5:]], atol=1e-6)
     chances = jax.nn.softmax(_logits(target, tokens)[1, 4:-1], axis=-1)
