@@ -10,7 +10,15 @@ from kernel_problems import Cost, Draw, Problem, added, best_first_tree, by_slot
 
 from ddtree_jax.recurrent import tree_window
 from ddtree_jax.tree import node_paths
-from pallas_kernels import gated_norm, gdn_commit, gdn_heads, gdn_step, gdn_tree, normed_matmul
+from pallas_kernels import (
+    gated_norm,
+    gdn_commit,
+    gdn_heads,
+    gdn_step,
+    gdn_tree,
+    gdn_wy,
+    normed_matmul,
+)
 from pallas_kernels.gdn_step import GdnStep
 from pallas_kernels.gdn_tree import definition as gdn_definition
 
@@ -31,11 +39,16 @@ def heads(widths: Widths, case: Case) -> Problem:
         parts = draw.normal(1, slots, case.nodes, channels + values + rates)
         before, kernel = draw.normal(slots, _TAPS, channels), draw.normal(_TAPS, channels)
         lengths = jnp.arange(slots, dtype=jnp.int32) + 5
-        window = tree_window(best_first_tree(draw, slots, case.nodes), lengths, _TAPS)
+        tree = best_first_tree(draw, slots, case.nodes)
+        window = tree_window(tree, lengths, _TAPS)
         scales = (draw.normal(widths.gdn_heads, dtype=jnp.float32) for _ in range(2))
-        return parts, before, kernel, window, *scales
+        return parts, before, kernel, window, *scales, node_paths(tree, DEPTHS)
 
-    op = functools.partial(gdn_heads, num_key_heads=widths.gdn_key_heads, key_dim=widths.gdn_dim)
+    def op(*arguments: jax.Array, **options: Any) -> Any:
+        """As a round calls it, with scales."""
+        sizes = {"num_key_heads": widths.gdn_key_heads, "key_dim": widths.gdn_dim}
+        return gdn_heads(*arguments[:-1], path=arguments[-1], **sizes, **options)
+
     return Problem(arguments=arguments, op=op, cost=moves, cold=False)
 
 
@@ -65,20 +78,26 @@ def delta_net(widths: Widths, case: Case) -> Problem:
         raw = [draw.normal(slots, nodes, heads, dtype=jnp.float32) for _ in range(2)]
         state = draw.normal(slots, heads, dim, dim, dtype=jnp.float32, scale=0.5)
         path = node_paths(best_first_tree(draw, slots, nodes), DEPTHS)
-        return query, key, value, -jnp.exp(raw[0] - 3.0), jax.nn.sigmoid(raw[1]), state, path
+        decay, beta = -jnp.exp(raw[0] - 3.0), jax.nn.sigmoid(raw[1])
+        scales = gdn_wy.scales(query, key, decay, path)
+        return query, key, value, decay, beta, state, path, *scales
+
+    def op(*arguments: jax.Array, **options: Any) -> Any:
+        """As a round calls it, told of scales."""
+        return gdn_tree(*arguments[:7], scales=gdn_wy.GdnScales(*arguments[7:]), **options)
 
     def cost(arguments: tuple, result: Any) -> Cost:
         """Two products with the state a node; for each ancestor, two of its key and two of its
         update, of which the solve is one."""
-        pairs = int(jnp.sum(arguments[-1] >= 0))
+        pairs = int(jnp.sum(arguments[6] >= 0))
         states = 4 * slots * nodes * heads * dim * dim
         return Cost(size(arguments, result), states + 4 * pairs * dim * (keys + heads))
 
     return Problem(
         arguments=arguments,
-        op=gdn_tree,
+        op=op,
         cost=cost,
-        definition=by_slot(gdn_definition),
+        definition=by_slot(lambda *arguments: gdn_definition(*arguments[:7])),
     )
 
 

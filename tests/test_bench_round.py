@@ -7,12 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import typer
-from bench_round import Cell, check_round, gdn_ms, main
+from bench_round import Cell, check_round, force, gdn_ms, main
 from device_profile import Launch, busy
 from real_shapes import PAIRS, Pair, leaf_names, random_state
 from round_floor import expected_experts, floor_of_round, state_and_stash_bytes
 
 from ddtree_jax.round import Report
+from ddtree_jax.tree import Tree, Walk
 
 
 def test_rounds_of_a_hybrid_pair_commit_what_is_forced(tmp_path):
@@ -22,6 +23,21 @@ def test_rounds_of_a_hybrid_pair_commit_what_is_forced(tmp_path):
     one, tree = (json.loads(line) for line in out.read_text().splitlines())
     assert [line["committed"] for line in (one, tree)] == [1.0, 3.5]
     assert 4 <= one["experts_read"] <= 8 and one["experts_read"] < tree["experts_read"] <= 16
+
+
+def test_a_forced_walk_is_not_known_before_the_real_one():
+    """Else XLA moves commits in between the layers, and the round is none that anybody runs."""
+    row = jnp.arange(4, dtype=jnp.int32)[None]
+    tree = Tree(row, row - 1, row, row >= 0, row.astype(jnp.float32))
+    forced, one = force((2,), 8), jnp.ones((1,), jnp.int32)
+
+    def run(count):
+        return forced(tree, Walk(row, row, count, one), 8 * one)
+
+    walk = run(one)
+    assert walk.path.tolist() == [[0, 1, -1, -1]] and walk.count.tolist() == [2]
+    # An argument that the result does not need is no argument of the lowered program.
+    assert "@main(%arg0" in jax.jit(lambda count: run(count).path).lower(one).as_text()
 
 
 def test_random_weights_suit_their_place():
