@@ -7,11 +7,12 @@ other is split into three bfloat16 terms that add up to it: three exact products
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import triton as pltriton
+from jax.typing import DTypeLike
 
 from pallas_kernels import dispatch
 
 
-def terms_for(x: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, ...]:
+def terms_for(x: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, ...]:
     """float32 as a sum of arrays of `dtype`: itself, or three bfloat16 of 24 bits together."""
     if dtype == jnp.float32:
         return (x,)

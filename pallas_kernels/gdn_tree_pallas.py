@@ -114,7 +114,11 @@ def _meet_kernel(
 
 
 def _entry(parts: list[jax.Array], place: jax.Array, interpret: bool) -> jax.Array:
-    """Entry `place` of a vector in parts of a warp's length, an entry a lane; in every lane."""
+    """Entry `place` of a vector in parts of a warp's length; in every lane.
+
+    Triton has no such op. Of a program of one warp it gives each lane one entry of such a part,
+    which tests/test_gpu.py would tell if it changed: then what a lane reads is another entry.
+    """
     if interpret:
         return jnp.full((_WARP,), jnp.concatenate(parts)[place])
     found = None
