@@ -51,27 +51,31 @@ GREEDY = SamplingParams(max_tokens=48)
 
 
 @functools.cache
+def greedy(plan, slots):
+    return run(plan, slots, GREEDY)
+
+
 def expected():
-    return [output.token_ids for output in run("autoregressive", 8, GREEDY)]
+    return [output.token_ids for output in greedy("autoregressive", 8)]
 
 
 @pytest.mark.parametrize("plan", PLANS[1:])
 def test_greedy_tokens_in_a_batch_of_eight(plan):
-    outputs = run(plan, 8, GREEDY)
+    outputs = greedy(plan, 8)
     assert [output.token_ids for output in outputs] == expected()
     assert np.mean([output.stats.mean_accepted_length for output in outputs]) > 2
 
 
 @pytest.mark.parametrize("plan", ["autoregressive", "ddtree:16"])
 def test_greedy_tokens_one_at_a_time(plan):
-    outputs = run(plan, 1, GREEDY)
+    outputs = greedy(plan, 1)
     assert [output.token_ids for output in outputs] == expected()
 
 
 def test_a_larger_tree_commits_more():
     """More nodes are a superset, so over the same text no round can do worse on average."""
     means = [
-        np.mean([n for output in run(plan, 8, GREEDY) for n in output.stats.accepted_lengths])
+        np.mean([n for output in greedy(plan, 8) for n in output.stats.accepted_lengths])
         for plan in ("dflash", "ddtree:16", "ddtree:64")
     ]
     assert means == sorted(means)
@@ -80,7 +84,7 @@ def test_a_larger_tree_commits_more():
 def test_a_spine_tree_is_never_shorter_than_the_chain():
     """Greedy texts are equal, so rounds that start at the same token can be compared."""
     outputs = pair("ddtree:16", 8, True).generate(prompts(6), GREEDY)
-    chains = run("dflash", 8, GREEDY)
+    chains = greedy("dflash", 8)
     for tree, chain in zip(outputs, chains, strict=True):
         assert tree.token_ids == chain.token_ids
 
